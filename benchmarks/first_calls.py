@@ -119,7 +119,7 @@ class Watch:
     def begin(self) -> None:
         """Look on from now on. The compiler is not imported before a call imports it."""
         first_calls: Any = importlib.import_module("evoattn.compile.first_calls")
-        claim, run, self._patience_s = first_calls.claim, first_calls.Worker.run, first_calls.PATIENCE_S
+        claim, run, self._patience_s = first_calls.take_over, first_calls.Worker.run, first_calls.PATIENCE_S
 
         def watched_claim(name: str) -> None:
             self._watch_compiler()
@@ -129,7 +129,7 @@ class Watch:
             name = task.arguments[0].name if task.arguments else "start"
             return self.timed(name, "by_workers", lambda: run(worker, task))
 
-        first_calls.claim, first_calls.Worker.run = watched_claim, watched_run
+        first_calls.take_over, first_calls.Worker.run = watched_claim, watched_run
 
     def _watch_compiler(self) -> None:
         launch: Any = sys.modules["evoattn.backends.hopper.launch"]

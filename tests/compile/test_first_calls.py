@@ -48,7 +48,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(first_calls, "_PLACE", f"evoattn-test-{os.getpid()}-")
+    monkeypatch.setattr(first_calls, "_SLOT", f"evoattn-test-{os.getpid()}-")
     monkeypatch.setattr(first_calls, "_IDLE_S", 0.5)
     monkeypatch.setattr(first_calls, "_helpers", first_calls._Helpers())
     new_process()
@@ -67,9 +67,9 @@ def until(true: Callable[[], Any]) -> None:
 class Hand:
     """Stands for a worker: takes a task, and does it when it is let go."""
 
-    def __init__(self, behind: int, held: tuple[socket.socket, ...]) -> None:
-        assert behind > 0 and len(held) == 1
-        self.held = held
+    def __init__(self, niceness: int, sockets: tuple[socket.socket, ...]) -> None:
+        assert niceness > 0 and len(sockets) == 1
+        self.sockets = sockets
 
     taken: ClassVar[list[str]] = []
     go: ClassVar[threading.Event] = threading.Event()
@@ -85,10 +85,10 @@ class Hand:
     def end(self) -> None: ...
 
 
-def place() -> socket.socket | None:
-    """A place of the machine, taken; None if all are."""
+def slot() -> socket.socket | None:
+    """A slot of the machine, taken; None if all are."""
     worker = first_calls._helper()
-    return None if worker is None else worker.held[0]
+    return None if worker is None else worker.sockets[0]
 
 
 def held_by_workers() -> list[str]:
@@ -105,7 +105,7 @@ def waiting() -> list[str]:
 def all_places() -> Iterator[int]:
     """Hold all places that are free, of which there are so many."""
     with contextlib.ExitStack() as held:
-        yield sum(1 for taken in iter(place, None) if held.enter_context(taken))
+        yield sum(1 for taken in iter(slot, None) if held.enter_context(taken))
 
 
 def free_places() -> int:
@@ -217,7 +217,7 @@ def test_nobody_is_started_where_that_is_of_no_use(
 def test_workers_start_early_if_nothing_is_kept(empty: bool, folder: pathlib.Path, hand: type[Hand]) -> None:
     if not empty:
         ahead.compiled(kernels()[0])
-    first_calls.expect("hopper")
+    first_calls.prestart("hopper")
     assert len(first_calls._helpers.workers) == (first_calls._MOST if empty else 0)
 
 
@@ -287,7 +287,7 @@ def test_the_environment_says_how_many_at_most(
 ) -> None:
     if asked is not None:
         monkeypatch.setenv(first_calls.VARIABLE, asked)
-    first_calls.expect("hopper")
+    first_calls.prestart("hopper")
     assert len(first_calls._helpers.workers) == workers
 
 
@@ -296,22 +296,22 @@ def test_who_asks_has_workers_for_few_cores_too(
 ) -> None:
     """But no more than there are cores for, of which four processes have two each here."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    first_calls.expect("hopper")
+    first_calls.prestart("hopper")
     assert not first_calls._helpers.workers
     monkeypatch.setenv(first_calls.VARIABLE, "4")
-    first_calls.expect("hopper")
+    first_calls.prestart("hopper")
     assert len(first_calls._helpers.workers) == 1
 
 
 def test_all_processes_of_a_machine_share_its_places(
     folder: pathlib.Path, hand: type[Hand], request: pytest.FixtureRequest
 ) -> None:
-    """Whoever has a place, this process or another, nobody else gets it."""
+    """Whoever has a slot, this process or another, nobody else gets it."""
     for _ in range(3):
-        taken = place()
+        taken = slot()
         assert taken is not None
         request.addfinalizer(taken.close)
-    first_calls.expect("hopper")
+    first_calls.prestart("hopper")
     assert len(first_calls._helpers.workers) == 1
 
 
@@ -327,13 +327,13 @@ def test_a_worker_has_its_place_until_it_ends(folder: pathlib.Path) -> None:
     worker = first_calls._helper()
     assert worker is not None
     assert worker.run(Task("os:getpid")).error is None
-    worker.held[0].close()
+    worker.sockets[0].close()
     assert free_places() == 3
     worker.end()
     assert free_places() == 4
 
 
-def test_a_forked_process_holds_no_place(folder: pathlib.Path, hand: type[Hand]) -> None:
+def test_a_forked_process_holds_no_slot(folder: pathlib.Path, hand: type[Hand]) -> None:
     hand.go.set()
     ahead.begin(kernels())
     until(lambda: len(hand.taken) == len(CHANNELS))
@@ -398,7 +398,7 @@ def test_a_worker_compiles_no_kernel_that_another_process_has_kept(
 
 def test_the_script_of_first_calls_sees_what_compiles_where(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(first_calls.VARIABLE, "1")
-    for of, name in ((first_calls, "claim"), (first_calls.Worker, "run"), (launch, "build")):
+    for of, name in ((first_calls, "take_over"), (first_calls.Worker, "run"), (launch, "build")):
         monkeypatch.setattr(of, name, getattr(of, name))  # so that what the script puts there is undone
     watch = load("benchmarks/first_calls.py").Watch(0.0)
     watch.begin()

@@ -87,7 +87,7 @@ def test_a_worker_is_out_of_reach_of_ctrl_c_but_shares_cores_with_its_caller() -
 
 def test_a_worker_lets_others_go_first_and_holds_what_it_is_given() -> None:
     there, here = socket.socketpair()
-    worker = Worker(behind=5, held=(here,))
+    worker = Worker(niceness=5, sockets=(here,))
     try:
         assert worker.run(Task("os:nice", (0,))).result == min(os.nice(0) + 5, 19)
         here.close()

@@ -28,7 +28,7 @@ _MOST = 4
 _ENOUGH = 3
 """With so many cores to spare there are workers though nobody asks: each takes seconds of a core to start."""
 
-_BEHIND = 10
+_NICENESS = 10
 """How much nicer a worker is than its caller: it gets a tenth of the time of a core that it shares."""
 
 _IDLE_S = 60.0
@@ -37,8 +37,8 @@ _IDLE_S = 60.0
 PATIENCE_S = 10.0
 """Seconds after which a kernel is no longer waited for; the slowest takes 5 s."""
 
-_PLACE = "evoattn-compiler-"
-"""A worker's name among the sockets of the machine, with the number of a core behind it."""
+_SLOT = "evoattn-compiler-"
+"""A worker's name among the sockets of the machine, followed by the number of a core."""
 
 
 class _Helpers(Pool):
@@ -56,18 +56,18 @@ class _Helpers(Pool):
 
 
 def _helper() -> Worker | None:
-    """A worker that holds a place of the machine; None if all places are taken.
+    """A worker that holds a slot of the machine; None if all slots are taken.
 
-    A place is a name that the system gives to one socket at a time. There is one for every second core. The worker has the
-    socket too, so the place is taken until the worker ends, even if its caller was killed before.
+    A slot is a name that the system gives to one socket at a time. There is one for every second core. The worker has the
+    socket too, so the slot is taken until the worker ends, even if its caller was killed before.
     """
     with contextlib.suppress(OSError):  # too many files are open
-        place = socket.socket(socket.AF_UNIX)
+        slot = socket.socket(socket.AF_UNIX)
         for core in sorted(os.sched_getaffinity(0))[::2]:
             with contextlib.suppress(OSError):  # it is taken
-                place.bind(f"\0{_PLACE}{core}")  # the zero: a name that is no file
-                return Worker(behind=_BEHIND, held=(place,))
-        place.close()
+                slot.bind(f"\0{_SLOT}{core}")  # the zero: a name that is no file
+                return Worker(niceness=_NICENESS, sockets=(slot,))
+        slot.close()
     return None
 
 
@@ -75,11 +75,11 @@ _helpers = _Helpers()
 
 
 def _forget() -> None:
-    """Start anew in a forked process: it has no threads of its parent, and the places are its parent's."""
+    """Start anew in a forked process: it has no threads of its parent, and the slots are its parent's."""
     global _helpers
     for worker in _helpers.workers:
-        for place in worker.held:
-            place.close()
+        for slot in worker.sockets:
+            slot.close()
     _helpers = _Helpers()
 
 
@@ -89,7 +89,7 @@ if hasattr(os, "register_at_fork"):
 
 def begin(backend: str, tasks: dict[str, Task]) -> None:
     """Have workers compile kernels of a backend that are not kept, by name, in the order in which they are needed."""
-    if len(tasks) < 2 or _shared(backend) is None:
+    if len(tasks) < 2 or _shared_folder(backend) is None:
         return
     for name, task in reversed(tasks.items()):
         if name not in _helpers.begun or _helpers.begun[name].done():
@@ -98,13 +98,13 @@ def begin(backend: str, tasks: dict[str, Task]) -> None:
         _helpers.drop()
 
 
-def expect(backend: str) -> None:
+def prestart(backend: str) -> None:
     """Start workers if no kernel of a backend is kept, before it is known what is needed: they import its compiler."""
-    if (folder := _shared(backend)) is not None and not any(folder.glob("[!.]*")):
+    if (folder := _shared_folder(backend)) is not None and not any(folder.glob("[!.]*")):
         _helpers.grow(_MOST)
 
 
-def claim(name: str) -> None:
+def take_over(name: str) -> None:
     """Leave a kernel to this process: wait for a worker that has begun it, and let none begin it."""
     future = _helpers.begun.get(name)
     if future is None or future.cancel() or not _helpers.useful:
@@ -114,21 +114,21 @@ def claim(name: str) -> None:
         _helpers.drop()
 
 
-def wanted() -> bool:
+def is_enabled() -> bool:
     """Return whether a call that needs several kernels may have workers."""
-    return _most() > 0
+    return _worker_limit() > 0
 
 
-def _shared(backend: str) -> Path | None:
-    """The folder through which processes hand on a backend's kernels; None if no workers are wanted, or of use."""
+def _shared_folder(backend: str) -> Path | None:
+    """The folder through which processes hand on a backend's kernels; None if workers are not enabled, or of no use."""
     folder = cache.folder()
-    if not _helpers.useful or not wanted() or folder is None or not cache.takes_files(folder / backend):
+    if not _helpers.useful or not is_enabled() or folder is None or not cache.takes_files(folder / backend):
         return None
-    _helpers.jobs, _helpers.first = _most(), Task(f"evoattn.backends.{backend}.ahead")
+    _helpers.jobs, _helpers.first = _worker_limit(), Task(f"evoattn.backends.{backend}.ahead")
     return folder / backend
 
 
-def _most() -> int:
+def _worker_limit() -> int:
     """How many workers this process may have: as many as the user says, up to as many as help and as there are cores for.
 
     torchrun says how many processes share the cores. One of their cores is this process's own.

@@ -71,8 +71,8 @@ class Worker:
     Args:
         environment: variables of its own beside the caller's. None: it compiles. Then it sees no GPU, since a CUDA context
             takes memory and time, and drops what compilers write to stderr.
-        behind: how much nicer than its caller it is.
-        held: sockets that it has too. They stay open as long as it lives.
+        niceness: how much nicer than its caller it is.
+        sockets: of the caller, which it inherits. They stay open as long as it lives.
         limit_s: seconds that a task may take. Then the process is killed.
     """
 
@@ -80,11 +80,11 @@ class Worker:
         self,
         environment: Mapping[str, str] | None = None,
         *,
-        behind: int = 0,
-        held: tuple[socket.socket, ...] = (),
+        niceness: int = 0,
+        sockets: tuple[socket.socket, ...] = (),
         limit_s: float | None = None,
     ) -> None:
-        self.environment, self.behind, self.held, self.limit_s = environment, behind, held, limit_s
+        self.environment, self.niceness, self.sockets, self.limit_s = environment, niceness, sockets, limit_s
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, task: Task) -> Report:
@@ -132,10 +132,10 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if self.environment is None else None,
             env={**os.environ, "EVOATTN_COMPILERS": "0", **own},  # a worker has no workers of its own
-            pass_fds=[held.fileno() for held in self.held],
+            pass_fds=[one.fileno() for one in self.sockets],
         )
-        if self.behind:
-            os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + self.behind)
+        if self.niceness:
+            os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + self.niceness)
         return process
 
     def kill(self) -> None:
@@ -235,8 +235,8 @@ class Pool:
             if future.set_running_or_notify_cancel():
                 future.set_result(worker.run(task))
         worker.end()
-        for held in worker.held:
-            held.close()
+        for inherited in worker.sockets:
+            inherited.close()
 
     def _take(self, worker: Worker) -> tuple[Task, Future[Report]] | None:
         """Wait for a task. Return None if the worker is to end; the pool has then dropped it."""

@@ -123,7 +123,7 @@ def faster(problem: Problem) -> tuple[str, str] | None:
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
     """The forward of all tensors that lie in memory like these; see `evoattn.backends`."""
     if _COMPILER not in sys.modules and torch.is_grad_enabled() and any(x.requires_grad for x in inputs.qkv):
-        first_calls.expect(NAME)  # a backward will follow
+        first_calls.prestart(NAME)  # a backward will follow
     from evoattn.backends.hopper.forward_plan import plan_forward, plan_product
     from evoattn.backends.hopper.launch import noting
 
@@ -181,7 +181,7 @@ def _in_order(copies: list[str]) -> tuple[str, ...]:
 
 def _compile_together(plans: Callable[[], Sequence[Plan]]) -> None:
     """Have the kernels of several plans that are not kept compiled in other processes; see `compile.first_calls`."""
-    found = plans() if first_calls.wanted() else ()
+    found = plans() if first_calls.is_enabled() else ()
     if found:
         from evoattn.backends.hopper.ahead import begin
 

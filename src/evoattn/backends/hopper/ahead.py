@@ -78,7 +78,7 @@ def compiled(kernel: Kernel) -> Any:
     """
     function = _functions.get(kernel.name)
     if function is None:
-        first_calls.claim(kernel.name)
+        first_calls.take_over(kernel.name)
         result: Future[Any] = Future()
         threading.Thread(target=contextvars.copy_context().run, args=(_make, kernel, result)).start()
         function = result.result()

@@ -26,7 +26,7 @@ _FLAGS = 128
 """Rows whose weights `pairs_kernel` reads at a time."""
 
 
-class View(NamedTuple):
+class Array(NamedTuple):
     """A tensor `[b,n,h,l,c]` with its strides in elements. Unlike those of `arguments.View`, each has variants and no grain."""
 
     p: Pointer
@@ -37,11 +37,11 @@ class View(NamedTuple):
     c: Inner
 
 
-Sizes = namedtuple("Sizes", "n h lq lk total")
+RowSizes = namedtuple("RowSizes", "n h lq lk total")
 """Rows of a batch, heads, queries, keys, and rows of all batches."""
-Fill = namedtuple("Fill", "C BLOCK_C BLOCK_L GATED")
+FillConstants = namedtuple("FillConstants", "C BLOCK_C BLOCK_L GATED")
 """Constants of `fill_kernel` and `pairs_kernel`. GATED: there is a gate."""
-Gradients = namedtuple("Gradients", "D C BLOCK_D BLOCK_C BLOCK_L BLOCKS_D GATED NEED_DQ NEED_DK NEED_DV NEED_DGATE")
+AddConstants = namedtuple("AddConstants", "D C BLOCK_D BLOCK_C BLOCK_L BLOCKS_D GATED NEED_DQ NEED_DK NEED_DV NEED_DGATE")
 """Constants of `inputs_kernel`. NEED_DQ and the like: the gradients that it adds to or, of the gate, writes."""
 
 
@@ -88,7 +88,7 @@ def load_centered(v, mask, b_mean, floor, o_k, o_c, lk, C: tl.constexpr):
 
 @kernel
 def find_kernel(
-    mask: View, alive: Pointer, stats: Pointer, limit: Number, equal: Number, n_rows: Number, lk: Number, total: Number,
+    mask: Array, alive: Pointer, stats: Pointer, limit: Number, equal: Number, n_rows: Number, lk: Number, total: Number,
     BLOCK_K: Constant,
 ) -> None:  # fmt: skip
     """One program owns a row of keys.
@@ -120,7 +120,9 @@ def find_kernel(
 
 
 @kernel
-def fill_kernel(v: View, o: View, gate: View, mask: View, means: Pointer, stats: Pointer, sizes: Sizes, V: Fill) -> None:
+def fill_kernel(
+    v: Array, o: Array, gate: Array, mask: Array, means: Pointer, stats: Pointer, sizes: RowSizes, V: FillConstants,
+) -> None:  # fmt: skip
     """One program owns a row and a head.
 
     It loops over the keys for the mean of v, and then over the queries.
@@ -154,8 +156,8 @@ def fill_kernel(v: View, o: View, gate: View, mask: View, means: Pointer, stats:
 
 @kernel
 def inputs_kernel(
-    v: View, gate: View, dO: View, mask: View, q: View, k: View, dq: View, dk: View, dv: View, dgate: View,
-    stats: Pointer, means: Pointer, scale: Number, sizes: Sizes, V: Gradients,
+    v: Array, gate: Array, dO: Array, mask: Array, q: Array, k: Array, dq: Array, dk: Array, dv: Array, dgate: Array,
+    stats: Pointer, means: Pointer, scale: Number, sizes: RowSizes, V: AddConstants,
 ) -> None:  # fmt: skip
     """One program owns a row, a head and BLOCK_D channels of q and k; the first of them also owns dV and the gate's gradient.
 
@@ -222,8 +224,8 @@ def inputs_kernel(
 
 @kernel
 def pairs_kernel(
-    v: View, gate: View, dO: View, mask: View, dpair: View, stats: Pointer, means: Pointer,
-    sizes: Sizes, each: Number, blocks_q: Number, blocks_k: Number, V: Fill, FLAGS: Constant,
+    v: Array, gate: Array, dO: Array, mask: Array, dpair: Array, stats: Pointer, means: Pointer,
+    sizes: RowSizes, each: Number, blocks_q: Number, blocks_k: Number, V: FillConstants, FLAGS: Constant,
 ) -> None:  # fmt: skip
     """One program owns a tile of queries and keys of one (b, h) of the pair bias, which `each` rows share.
 
@@ -290,7 +292,7 @@ def fill(o: Tensor, v: Tensor, gate: Tensor | None, mask_bias: Tensor, stats: Te
     _, block_c, block_l, warps = _blocks(c, c)
     means = torch.empty(b, n, h, c, dtype=o.dtype, device=o.device)
     views = {"v": v, "o": o, "gate": o if gate is None else gate, "mask": mask_bias}
-    sizes, variant = Sizes(n, h, lq, v.shape[-2], b * n), Fill(c, block_c, block_l, gate is not None)
+    sizes, variant = RowSizes(n, h, lq, v.shape[-2], b * n), FillConstants(c, block_c, block_l, gate is not None)
     _launch(fill_kernel, b * n * h, views, means, stats, sizes=sizes, V=variant, num_warps=warps)
     return means
 
@@ -317,25 +319,25 @@ def add_gradients(
     (b, n, h, lq, d), (lk, c) = q.shape, v.shape[-2:]
     block_d, block_c, block_l, warps = _blocks(d, c)
     views = {"v": v, "gate": do if gate is None else gate, "dO": do, "mask": mask_bias}
-    values = {"sizes": Sizes(n, h, lq, lk, b * n), "num_warps": warps, "num_stages": 1}
+    values = {"sizes": RowSizes(n, h, lq, lk, b * n), "num_warps": warps, "num_stages": 1}
     *input_gradients, dpair = gradients
     needs = [x is not None for x in input_gradients]
     if any(needs):
         blocks_d = -(-d // block_d) if needs[0] or needs[1] else 1
         more = {"q": q, "k": k}
         more |= {name: q if x is None else x for name, x in zip(("dq", "dk", "dv", "dgate"), input_gradients, strict=True)}
-        variant = Gradients(d, c, block_d, block_c, block_l, blocks_d, gate is not None, *needs)
+        variant = AddConstants(d, c, block_d, block_c, block_l, blocks_d, gate is not None, *needs)
         _launch(inputs_kernel, b * n * h * blocks_d, views | more, stats, means, **values, scale=scale, V=variant)
     if dpair is not None:
         blocks_q, blocks_k = -(-lq // block_l), -(-lk // block_l)
         numbers = {"each": b * n // dpair.shape[0], "blocks_q": blocks_q, "blocks_k": blocks_k, "FLAGS": _FLAGS}
-        fill_variant, programs = Fill(c, block_c, block_l, gate is not None), dpair.shape[0] * h * blocks_q * blocks_k
+        fill_variant, programs = FillConstants(c, block_c, block_l, gate is not None), dpair.shape[0] * h * blocks_q * blocks_k
         _launch(pairs_kernel, programs, views | {"dpair": dpair}, stats, means, **values, **numbers, V=fill_variant)
 
 
 def _launch(kernel: Kernel, programs: int, views: dict[str, Tensor], *pointers: Tensor, **values: Any) -> None:
     """Launch a kernel of views and then pointers, both in the order of its parameters."""
-    strides = {name: View(None, *x.stride()) for name, x in views.items()}
+    strides = {name: Array(None, *x.stride()) for name, x in views.items()}
     launch_kernel(kernel, programs, (*views.values(), *pointers), **strides, **values)
 
 

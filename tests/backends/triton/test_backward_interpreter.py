@@ -28,8 +28,8 @@ else:
 
     import evoattn
     from evoattn import testing
-    from evoattn.backends.triton import backward_call, backward_launches, backward_plan, few_plan, pair_in_order
-    from evoattn.backends.triton.kernels import pair_gradient
+    from evoattn.backends.triton import backward_call, backward_launches, backward_plan, pair_in_order
+    from evoattn.backends.triton.kernels import few, pair_gradient
     from evoattn.backends.triton.tiles.backward import BackwardTiles
     from evoattn.backends.triton.tiles.limits import Tiles
     from evoattn.core.config import Config
@@ -90,7 +90,7 @@ else:
     )
     def test_few_with_long_offsets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Both passes with offsets of 64 bits, in float32 and bfloat16."""
-        monkeypatch.setattr(few_plan, "_extent", lambda tensor: 1 << 31)
+        monkeypatch.setattr(few, "_extent", lambda tensor: 1 << 31)
         case = next(case for case in testing.AWKWARD if case.name == name)
         for dtype in (torch.float32, torch.bfloat16):
             testing.forget()

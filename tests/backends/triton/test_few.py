@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from evoattn.backends import Cotangents, Description, Inputs, Outputs
 from evoattn.backends import triton as backend
-from evoattn.backends.triton import few_plan
+from evoattn.backends.triton.kernels import few
 from evoattn.backends.triton.launch import Kernel, Launch
 from evoattn.backends.triton.strides import Strided, grain, strided, units
 from evoattn.backends.triton.tiles.few import FewTiles, few_tiles
@@ -101,5 +101,5 @@ def test_rows_far_apart_are_no_units(step: int, common: int) -> None:
 
 
 def test_the_extent_of_a_tensor() -> None:
-    assert few_plan._extent(strided(torch.empty(3, 4, 5))) == 59
-    assert few_plan._extent(strided(torch.empty(3, 1, 5).expand(3, 4, 5))) == 14
+    assert few._extent(strided(torch.empty(3, 4, 5))) == 59
+    assert few._extent(strided(torch.empty(3, 1, 5).expand(3, 4, 5))) == 14

@@ -44,7 +44,7 @@ from evoattn.core.problem import Problem, describe
 NAME = "tiled"
 
 _SHARES = 2
-"""Shares of the backward for each thread: more balance better, and hold more sums of bias gradients."""
+"""Shares of the backward for each thread. More shares balance the threads better, but hold more sums of bias gradients."""
 
 
 def availability() -> str | None:
@@ -124,10 +124,10 @@ class _Blocks:
 
     def plan(self) -> TiledPlan:
         """For the threads that there are now."""
-        several = threads.available() if self.problem.device == "cpu" else 1
-        if several not in self._plans:
-            self._plans[several] = tiled_plan(self.problem, self.config, several)
-        return self._plans[several]
+        workers = threads.available() if self.problem.device == "cpu" else 1
+        if workers not in self._plans:
+            self._plans[workers] = tiled_plan(self.problem, self.config, workers)
+        return self._plans[workers]
 
     def rows(self, plan: TiledPlan) -> list[Rows]:
         """The pieces b, n, h; those that share a pair bias come one after another."""
@@ -149,10 +149,10 @@ def _forward(inputs: Inputs, outputs: Outputs, scale: float, blocks: _Blocks) ->
         return
     acc, plan = accumulate_dtype(q.dtype), blocks.plan()
     pieces = [(*rows, qs) for rows in blocks.rows(plan) for qs in spans(q.shape[-2], plan.q)]
-    several = min(plan.threads, len(pieces))
-    with threads.single_threaded(several):
+    workers = min(plan.threads, len(pieces))
+    with threads.single_threaded(workers):
         scores = Scores.of(plan, scale, key_bias(mask, mask_bias, acc), pair_bias, acc)
-        threads.share(pieces, lambda own: forward_pieces(own, scores, inputs, outputs), several)
+        threads.share(pieces, lambda own: forward_pieces(own, scores, inputs, outputs), workers)
         if scores.plain:
             for saved, value in zip((lse, reference), statistic(reference, lse, None), strict=True):
                 saved.copy_(value)
@@ -181,13 +181,13 @@ def _backward(
         do = torch.zeros((), dtype=o.dtype, device=o.device).expand(o.shape) if do is None else do
         plan = blocks.plan()
         rows = blocks.rows(plan)
-        several = min(plan.threads, len(rows))
-        parts = shares(rows, 1 if several == 1 else min(_SHARES * several, len(rows)), *sums)
-        with threads.single_threaded(several):
+        workers = min(plan.threads, len(rows))
+        parts = shares(rows, 1 if workers == 1 else min(_SHARES * workers, len(rows)), *sums)
+        with threads.single_threaded(workers):
             scores = Scores.of(plan, scale, key_bias(mask, mask_bias, acc), pair_bias, acc)
             numbers = subtrahends(lse, reference, None) if scores.plain else (lse, reference)
             work = Work(scores, (q, k, v, do, o), gate, numbers, None if dlse is None else dlse * LOG2E, gradients)
-            threads.share(parts, work.run, several)
+            threads.share(parts, work.run, workers)
             for part in parts:
                 part.add_up()
     return tuple([None if x is None or bias is None else x.to(bias.dtype) for x, bias in zip(sums, biases, strict=True)])

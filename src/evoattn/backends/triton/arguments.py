@@ -2,7 +2,17 @@
 
 Triton takes tuples itself, but not their fields one by one: `do_not_specialize` does not reach into a tuple, so each new length
 would compile anew. So `kernel` writes a flat kernel around a function. It has a parameter for each field: tensors first, then
-numbers, then constants. It builds the tuples from them and calls the function, which Triton inlines.
+numbers, then constants. It builds the tuples from them and calls the function, which Triton inlines. So of
+
+    Variant = namedtuple("Variant", "BLOCK WAIT")
+
+    @kernel
+    def scale_kernel(x: View, factor: Number, V: Variant) -> None: ...
+
+it makes, with `body` for the function,
+
+    def scale_kernel(x_p, x_b, x_n, x_h, x_l, x_c, factor, BLOCK: tl.constexpr, WAIT: tl.constexpr):
+        body(x=View(p=x_p, b=x_b, n=x_n, h=x_h, l=x_l, c=x_c), factor=factor, V=Variant(BLOCK=BLOCK, WAIT=WAIT))
 """
 
 from __future__ import annotations
@@ -125,8 +135,9 @@ class StructuredKernel(Kernel):
         fields = [field for each in self.arguments.values() for field in each]
         self._numbers = [x for x in fields if x.kind in (Number, Inner)]
         self._constants = [x for x in fields if x.kind is Constant]
-        names = [x.name for x in fields if x.kind is Pointer] + [x.name for x in self._numbers]
-        flat = self._flat(function, [*names, *(f"{x.name}: tl.constexpr" for x in self._constants)], kinds)
+        self.tensors = [x.name for x in fields if x.kind is Pointer]
+        numbers = [x.name for x in self._numbers]
+        flat = self._flat(function, [*self.tensors, *numbers, *(f"{x.name}: tl.constexpr" for x in self._constants)], kinds)
         super().__init__(triton.jit(flat, do_not_specialize=[x.name for x in fields if x.kind is Number]))
 
     def _flat(self, function: Callable[..., None], parameters: list[str], kinds: dict[str, Any]) -> Callable[..., None]:

@@ -9,9 +9,9 @@ import torch
 
 from evoattn.backends.triton import cards
 from evoattn.backends.triton.arguments import Sizes, view
-from evoattn.backends.triton.kernels.backward import PAD, Stats, Tile
+from evoattn.backends.triton.kernels.backward import PAD, CallConstants, Stats
 from evoattn.backends.triton.kernels.key_bias import KeyBias, key_bias_views, plan_key_bias
-from evoattn.backends.triton.kernels.statistics import GatePass
+from evoattn.backends.triton.kernels.statistics import GateTensors
 from evoattn.backends.triton.strides import Strided, contiguous, grain, is_long, strided
 from evoattn.backends.triton.tiles.backward import BackwardTiles
 from evoattn.backends.triton.tiles.limits import Tiles
@@ -22,7 +22,7 @@ from evoattn.core.sizes import power_of_two
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class BackwardCall:
     """One backward call before its tensors.
 
     Args:
@@ -44,7 +44,7 @@ class Call:
     key_bias: KeyBias | None
     scale: float
     heads_inside: bool
-    gate: GatePass | None
+    gate: GateTensors | None
 
     @property
     def grain(self) -> int:
@@ -55,7 +55,7 @@ class Call:
         """The arguments that all kernels have, and Triton's options; `others`: more tensors, whose offsets may be long."""
         problem = self.problem
         tensors = zip(("q", "k", "v", "dO"), (*self.qkv, self.do), strict=True)
-        tile = Tile(
+        tile = CallConstants(
             D=problem.d,
             C=problem.c,
             BLOCK_D=power_of_two(problem.d),
@@ -95,7 +95,7 @@ def describe_call(
     *,
     scale: float,
     layout: str,
-) -> Call:
+) -> BackwardCall:
     """The call of canonical tensors with these strides."""
     (do, dlse), (o, lse, _), each = cotangents, outputs, (tiles.dq, tiles.dkdv, tiles.pair)
     q, k, v, mask, mask_bias = inputs[:5]
@@ -105,7 +105,7 @@ def describe_call(
     key_bias = None
     if mask is not None or mask_bias is not None or any(problem.lk % tile.block_k for tile in each):
         key_bias = plan_key_bias(mask, mask_bias, problem.lk, q.device, tiles.dq.block_k, scale)
-    return Call(
+    return BackwardCall(
         problem=problem,
         tiles=tiles,
         device=q.device,
@@ -123,12 +123,12 @@ def describe_call(
 
 def gate_pass(
     cotangents: Cotangents, inputs: Inputs, outputs: Outputs, layout: str, needs: tuple[bool, ...]
-) -> GatePass | None:
+) -> GateTensors | None:
     """Plan the gate in the statistics kernel; None without one, and if o has no cotangent, so that its gradient is 0."""
     if inputs.gate is None or cotangents.do is None:
         return None
     written = strided(layouts.empty(outputs.o.shape, layout, outputs.o, "meta"))
-    return GatePass(strided(inputs.gate), strided(cotangents.do), written, any(needs[:5]), needs[5])
+    return GateTensors(strided(inputs.gate), strided(cotangents.do), written, any(needs[:5]), needs[5])
 
 
 def round_up(length: int, multiple: int) -> int:

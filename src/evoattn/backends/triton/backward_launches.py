@@ -10,13 +10,13 @@ from torch import Tensor
 
 from evoattn.backends.triton import cards
 from evoattn.backends.triton.arguments import lse_view, pair_view, view
-from evoattn.backends.triton.backward_call import Call, round_up
+from evoattn.backends.triton.backward_call import BackwardCall, round_up
 from evoattn.backends.triton.kernels import dkdv, dq
 from evoattn.backends.triton.kernels.dkdv import dkdv_kernel
 from evoattn.backends.triton.kernels.dq import dq_kernel
 from evoattn.backends.triton.kernels.key_bias import key_bias_views
 from evoattn.backends.triton.launch import Launch
-from evoattn.backends.triton.pair_plan import Pair
+from evoattn.backends.triton.pair_plan import PairBias
 from evoattn.backends.triton.strides import Strided, contiguous, empty, grain
 from evoattn.core.problem import Problem
 
@@ -24,7 +24,7 @@ _WARPGROUP = 4
 """Hopper multiplies by wgmma if a program has this many warps. A start value of the accumulators costs time then, else none."""
 
 
-def writes_statistics(call: Call, pair: Pair) -> bool:
+def writes_statistics(call: BackwardCall, pair: PairBias) -> bool:
     """Return whether the dQ kernel writes the statistics that later kernels read, so that no other kernel needs to.
 
     With a gate, all kernels read the gated do of the statistics kernel. With a key bias and additions in memory, ptxas would
@@ -37,7 +37,7 @@ def writes_statistics(call: Call, pair: Pair) -> bool:
     return launched and light and call.gate is None and covered
 
 
-def plan_dq(call: Call, pair: Pair, *, distant_only: bool = False) -> Launch | None:
+def plan_dq(call: BackwardCall, pair: PairBias, *, distant_only: bool = False) -> Launch | None:
     """The dQ kernel, if dQ or the pair-bias gradient needs it."""
     problem, tiles = call.problem, call.tiles.dq
     if not problem.needs[0] and pair.mode == "none":
@@ -81,7 +81,7 @@ def _heads_at_once(problem: Problem, bias: Strided | None, sums: Strided | None,
     return next((x for x in divisors if x * head_bytes <= cards.cache_bytes(device) // 2), 1)
 
 
-def plan_dkdv(call: Call, pair: Pair, mask: MaskGradient | None, *, distant_only: bool = False) -> Launch | None:
+def plan_dkdv(call: BackwardCall, pair: PairBias, mask: MaskGradient | None, *, distant_only: bool = False) -> Launch | None:
     """The dK and dV kernel, if dK, dV or the mask-bias gradient needs it."""
     problem, tiles = call.problem, call.tiles.dkdv
     _, need_dk, need_dv, *_ = problem.needs
@@ -123,7 +123,7 @@ class MaskGradient(NamedTuple):
     summed: tuple[int, ...]
     dtype: torch.dtype
 
-    def begin(self, call: Call) -> Tensor:
+    def begin(self, call: BackwardCall) -> Tensor:
         """Memory for the sums."""
         sums = empty(self.sums, call.device)
         return sums if call.problem.deterministic else sums.zero_()

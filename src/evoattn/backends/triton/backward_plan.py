@@ -6,7 +6,7 @@ dkdv_kernel             dK, dV, and the mask-bias gradient
 pair_gradient_kernel    the pair-bias gradient in a fixed order, if results must be bit-equal from run to run
 total_kernel            its shares added up
 
-Few queries and few keys without a pair bias go to `few_plan` instead: one kernel makes all gradients.
+Few queries and few keys without a pair bias go to `kernels.few` instead: one kernel makes all gradients.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 
 from evoattn.backends import GATED_BACKWARD, Description, Plan
 from evoattn.backends.triton import cards
-from evoattn.backends.triton.backward_call import Call, describe_call, gate_pass, round_up
+from evoattn.backends.triton.backward_call import BackwardCall, describe_call, gate_pass, round_up
 from evoattn.backends.triton.backward_launches import MaskGradient, plan_dkdv, plan_dq, plan_mask_gradient, writes_statistics
-from evoattn.backends.triton.few_plan import plan_backward_few
 from evoattn.backends.triton.kernels.backward import PAD
+from evoattn.backends.triton.kernels.few import plan_backward_few
 from evoattn.backends.triton.kernels.statistics import plan_statistics
 from evoattn.backends.triton.launch import Launch
 from evoattn.backends.triton.overlap import overlap
-from evoattn.backends.triton.pair_plan import Pair, plan_pair
+from evoattn.backends.triton.pair_plan import PairBias, plan_pair
 from evoattn.backends.triton.strides import contiguous, empty, strided
 from evoattn.backends.triton.tiles.backward import backward_tiles
 from evoattn.backends.triton.tiles.few import few_tiles
@@ -41,7 +41,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Backward:
+class BackwardLaunches:
     """The launches of a call. Call it with the tensors, and with dq, dk, dv and dgate to write (None if not wanted).
 
     It returns the gradients of mask_bias and of pair_bias, in their canonical shapes, None if not wanted.
@@ -56,9 +56,9 @@ class Backward:
         gathers: whether lse and reference have gaps or another order in memory, as hooks on saved tensors may give them back.
     """
 
-    call: Call
+    call: BackwardCall
     tuned: bool
-    pair: Pair
+    pair: PairBias
     mask: MaskGradient | None
     statistics: Launch | None
     dq: Launch | None
@@ -157,7 +157,7 @@ def plan_backward(
     return Plan(backward, backward.describe)
 
 
-def _launches(call: Call, inputs: Inputs, outputs: Outputs, tuned: bool) -> Backward:
+def _launches(call: BackwardCall, inputs: Inputs, outputs: Outputs, tuned: bool) -> BackwardLaunches:
     """All launches of a call, in no order yet."""
     bias, mask_bias = inputs.pair_bias, inputs.mask_bias
     pair = plan_pair(call, None if bias is None else strided(bias))
@@ -165,7 +165,7 @@ def _launches(call: Call, inputs: Inputs, outputs: Outputs, tuned: bool) -> Back
     statistics = None
     if not writes_statistics(call, pair):
         statistics = plan_statistics(call.stats, call.o, call.do, call.dlse, call.gate)
-    return Backward(
+    return BackwardLaunches(
         call=call,
         tuned=tuned,
         pair=pair,
@@ -179,7 +179,7 @@ def _launches(call: Call, inputs: Inputs, outputs: Outputs, tuned: bool) -> Back
     )
 
 
-def _overlap(backward: Backward) -> None:
+def _overlap(backward: BackwardLaunches) -> None:
     """Say in which order a call launches and who loads whose results, so that neighbours overlap."""
     pair, in_order = backward.pair, backward.pair.in_order
     key_bias = None if backward.call.key_bias is None else backward.call.key_bias.launch

@@ -68,11 +68,8 @@ def _shared_memory(device: torch.device) -> int:
 def cache_bytes(device: torch.device) -> int:
     """Bytes of second-level cache of `device`."""
     card = devices.planned()
-    return _cache(device) if card is None else card.cache_bytes
-
-
-@functools.cache
-def _cache(device: torch.device) -> int:
+    if card is not None:
+        return card.cache_bytes
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return getattr(properties, "L2_cache_size", 0) or _UNKNOWN_CACHE
 

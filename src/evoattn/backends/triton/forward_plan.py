@@ -9,7 +9,7 @@ import importlib.util
 from evoattn.backends import GATED_FORWARD, Description, Plan
 from evoattn.backends.triton import cards
 from evoattn.backends.triton.arguments import Sizes, pair_view, view
-from evoattn.backends.triton.few_plan import plan_forward_few
+from evoattn.backends.triton.kernels.few import plan_forward_few
 from evoattn.backends.triton.kernels.forward import Variant, forward_kernel
 from evoattn.backends.triton.kernels.key_bias import KeyBias, key_bias_views, plan_key_bias
 from evoattn.backends.triton.kernels.pair_copies import COPIED, aligned_copy, needs_copy
@@ -28,12 +28,9 @@ from evoattn.core.sizes import MIN_TILE, power_of_two
 _HAS_TENSOR_MAPS = importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
 """Whether this Triton has descriptors that the host makes; 3.3, which goes with torch 2.7, has none."""
 
-_PAIR_ARGUMENT = 5
-"""The place of the pair bias among the kernel's tensors."""
-
 
 @dataclasses.dataclass(frozen=True)
-class Forward:
+class ForwardLaunches:
     """The launches of a call. Call it with the tensors, and with o, lse and reference to write.
 
     Args:
@@ -69,8 +66,8 @@ class Forward:
         key_bias = runs = lse  # absent tensors get any address, which is never read
         if self.key_bias is not None:
             key_bias, runs = self.key_bias(mask, mask_bias)
-        for start in self.launches:
-            start(q, k, v, key_bias, runs, q if pair is None else pair, o, lse, reference, o if gate is None else gate)
+        for launch in self.launches:
+            launch(q, k, v, key_bias, runs, q if pair is None else pair, o, lse, reference, o if gate is None else gate)
 
 
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
@@ -92,9 +89,9 @@ def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -
     pair_copy = aligned_copy(pair) if pair is not None and needs_copy(pair, problem.n) else None
     launches = _launches(problem, tiles, inputs, pair_copy or pair, key_bias, scale, layout)
     prepared = None if key_bias is None else key_bias.launch
-    overlap(q.device, (prepared, ()), *((start, (prepared,)) for start in launches))
+    overlap(q.device, (prepared, ()), *((launch, (prepared,)) for launch in launches))
     tuned = tuned_tiles.is_tuned("triton", "forward", problem, config)
-    forward = Forward(tiles, tuned, key_bias, pair, pair_copy, launches, gated)
+    forward = ForwardLaunches(tiles, tuned, key_bias, pair, pair_copy, launches, gated)
     return Plan(forward, forward.describe)
 
 
@@ -138,7 +135,7 @@ def _launches(
     for first_q, queries, block_q in split(lq, tiles.block_q):
         blocks, full = -(-queries // block_q), block_q == tiles.block_q
         block = (1, 1, block_q, tiles.block_k)
-        start = forward_kernel.plan(
+        launch = forward_kernel.plan(
             blocks * n * h * b,
             **views,
             **key_bias_views(key_bias),
@@ -150,10 +147,10 @@ def _launches(
             V=variant._replace(BLOCK_Q=block_q, TAIL_K=tail(lk, tiles) if full else tiles.block_k),
             num_warps=tiles.warps(block_q, LEFT_OVER_WARPS),
             num_stages=tiles.num_stages,
-            through_map=tensor_map(_PAIR_ARGUMENT, pair, block) if pair is not None and maps else None,
+            through_map=tensor_map(forward_kernel.tensors.index("pair_p"), pair, block) if pair is not None and maps else None,
             **(limit if full else {}),
         )
-        launches.append(start)
+        launches.append(launch)
     return tuple(launches)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -98,26 +99,14 @@ class Launch:
     numbers: tuple[float, ...]
     constants: dict[str, Any]
     through_map: TensorMap | None = None
-    _compiled: Any = None
-    _fixed: tuple[Any, ...] = ()
-    _device: int = -1
-    _stream: Any = None
-    _hooks: Any = None
+    _again: Callable[[list[Any]], None] | None = dataclasses.field(default=None, init=False)
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on the current stream of the tensors' device, which is the current one."""
-        compiled = self._compiled
-        if compiled is None:
+        if self._again is None:
             self._first(tensors)
-            return
-        arguments = self._mapped(tensors, [*map(Tensor.data_ptr, tensors)])
-        if self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
-            compiled[(self.programs, 1, 1)](*arguments, *self._fixed)
-            return
-        stream = self._stream(self._device)
-        compiled.run(
-            self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments, *self._fixed
-        )
+        else:
+            self._again(self._mapped(tensors, [*map(Tensor.data_ptr, tensors)]))
 
     def _mapped(self, tensors: tuple[Tensor, ...], arguments: list[Any]) -> list[Any]:
         """The arguments, with a descriptor in the place of the tensor that goes through a map."""
@@ -136,16 +125,26 @@ class Launch:
         compiled = self.kernel.jitted[(self.programs,)](*arguments, *self.numbers, **options)
         if hasattr(compiled, "result"):  # from Triton 3.7 on, where another thread compiles it ahead
             compiled = compiled.result()
-        if not repeats(tensors[0]):
-            return
-        from triton import knobs
-        from triton.runtime import driver
+        if repeats(tensors[0]):
+            fixed = (*self.numbers, *[self.constants[name] for name in self.kernel.constants])
+            self._again = _repeated(compiled, self.programs, fixed, tensors[0].device.index)
 
-        self._fixed = (*self.numbers, *[self.constants[name] for name in self.kernel.constants])
-        self._device = tensors[0].device.index
-        self._stream = driver.active.get_current_stream
-        self._hooks = knobs.runtime
-        self._compiled = compiled
+
+def _repeated(compiled: Any, programs: int, fixed: tuple[Any, ...], device: int) -> Callable[[list[Any]], None]:
+    """Launch a compiled kernel with these addresses, numbers and constants on the current stream."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    hooks, current_stream = knobs.runtime, driver.active.get_current_stream
+
+    def again(addresses: list[Any]) -> None:
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            compiled[(programs, 1, 1)](*addresses, *fixed)
+            return
+        stream, function, metadata = current_stream(device), compiled.function, compiled.packed_metadata
+        compiled.run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *fixed)
+
+    return again
 
 
 def repeats(tensor: Tensor) -> bool:

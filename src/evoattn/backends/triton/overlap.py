@@ -1,22 +1,25 @@
 """Programmatic dependent launch: on NVIDIA cards from Hopper on, a kernel of a call starts while the one before it still runs.
 
-The hardware has two instructions for it (`griddepcontrol` in PTX). When every program of a kernel has *let the next one start*,
-or has ended, programs of the next kernel start as room permits. A program that *waits* goes on when the kernel before it is
-complete and all its stores are visible. The kernels follow these rules:
+The hardware has two instructions for it (`griddepcontrol` in PTX). One lets the next kernel start: its programs start, as room
+permits, when every program of this one has let it start or has ended. The other waits until the kernel before is complete and
+its stores are visible. The kernels keep two rules:
 
-- Every program waits before its first store. So a complete kernel means that all kernels before it are complete, however many
-  of them ran at a time. No store meets a load or a store of an earlier kernel: neither in the caller's tensors, nor in memory
-  that torch gave out twice, nor in sums that were cleared.
-- A program waits before it loads what an earlier kernel of the call writes, unless that one was complete when this one started.
-  `overlap` derives this from the list of launches, each with those whose results it loads. A kernel that waits so early lets
-  the next one start after that: the next one starts when all before its neighbour are complete, and need not wait for those.
-  So queries that are left over load the key bias while the main tiles run, and dK and dV load the statistics while dQ runs. No
-  processor has old copies of these values: nobody loads them before they are complete.
-- A program may load the inputs of the call at once.
+1. Every program waits before its first store. So if a kernel is complete, all kernels before it are complete, and no store
+   meets a load or a store of an earlier one: not in the caller's tensors, in memory that torch gave out twice, or in sums that
+   were cleared.
+2. A program waits before it loads what an earlier kernel of the call writes, unless that one is complete when this one starts.
+   Then it lets the next kernel start. `overlap` derives from the list of launches, each with those whose results it loads,
+   which of them wait so early:
 
-The first kernel of a call is launched the usual way, behind all that is in the stream: the caller's work, and what torch
-copies and clears for this call, which comes first for that reason. Other work between two of these kernels would only cost
-their overlap.
+| launch | loads the results of | waits before its first | complete when it starts |
+|---|---|---|---|
+| key bias | | store | |
+| tiles of the forward | key bias | load | |
+| queries that are left over | key bias | store | key bias, for which the tiles before it waited |
+
+No processor has old copies of such results: nobody loads them before they are complete. The inputs of the call may be loaded
+at once. The first kernel of a call is launched the usual way, behind all that is in the stream: the caller's work, and what
+torch copies and clears for this call. Other work between two of these kernels only costs their overlap.
 """
 
 from __future__ import annotations

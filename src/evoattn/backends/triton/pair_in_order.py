@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from evoattn.backends.triton.arguments import RowView, pair_view
-from evoattn.backends.triton.backward_call import Call, round_up
+from evoattn.backends.triton.backward_call import BackwardCall, round_up
 from evoattn.backends.triton.cards import cache_bytes, programs_at_once
 from evoattn.backends.triton.kernels.backward import PAD
 from evoattn.backends.triton.kernels.key_bias import plan_row_spans
 from evoattn.backends.triton.kernels.pair_gradient import Grid, Variant, pair_gradient_kernel, plan_total
 from evoattn.backends.triton.launch import Launch
-from evoattn.backends.triton.strides import Strided, contiguous, empty, grain
+from evoattn.backends.triton.strides import Strided, contiguous, empty, grain, split
 from evoattn.backends.triton.tiles.limits import Tiles, most_warps
 from evoattn.core.problem import Problem
-from evoattn.core.sizes import SHORT, power_of_two
+from evoattn.core.sizes import SHORT
 
 _MOST_SPLITS = 8
 """Shares of the rows n, each with a float32 pair-bias gradient of its own: what they cost in memory stays small."""
@@ -88,7 +88,7 @@ class InOrder:
         return result.copy_(used.sum([axis for axis, size in enumerate(sizes) if size == 1], keepdim=True)[:, 0])
 
 
-def plan_in_order(call: Call, bias: Strided, by_query: Strided | None, *, masked: bool) -> InOrder:
+def plan_in_order(call: BackwardCall, bias: Strided, by_query: Strided | None, *, masked: bool) -> InOrder:
     """Plan the gradient of the caller's bias. The kernels load `by_query`, which may be a copy, with a mask if `masked`."""
     problem, tiles = call.problem, call.tiles.pair
     full_q, full_k = bias.shape[2] == problem.lq, bias.shape[3] == problem.lk
@@ -145,7 +145,7 @@ def plan_in_order(call: Call, bias: Strided, by_query: Strided | None, *, masked
     return InOrder(call.device, partial, used, spans, launches, total)
 
 
-def _splits(call: Call, q: Strip, k: Strip) -> int:
+def _splits(call: BackwardCall, q: Strip, k: Strip) -> int:
     """Shares of the rows n, from the full tiles of queries and keys."""
     problem, tiles = call.problem, call.tiles.pair
     most = _MOST_SPLITS_OF_SHORT if max(problem.lq, problem.lk) <= SHORT else _MOST_SPLITS
@@ -184,13 +184,9 @@ def _cover(length: int, block: int) -> Strip:
     return Strip(0, -(-length // block), block, length % block == 0)
 
 
-def _cut(length: int, block: int) -> tuple[Strip, Strip | None]:
+def _cut(length: int, block: int) -> list[Strip]:
     """The full tiles of an axis, and a smaller one for what is left over, if that is half a tile or less."""
-    blocks, left = divmod(length, block)
-    small = power_of_two(left)
-    if not left or small >= block or not blocks:
-        return _cover(length, block), None
-    return Strip(0, blocks, block, True), Strip(blocks, 1, small, left == small)
+    return [_cover(size, tile)._replace(before=start // block) for start, size, tile in split(length, block)]
 
 
 def strips(lq: int, lk: int, tiles: Tiles) -> list[tuple[Strip, Strip]]:
@@ -202,8 +198,8 @@ def strips(lq: int, lk: int, tiles: Tiles) -> list[tuple[Strip, Strip]]:
     all_q = _cover(lq, tiles.block_q)
     if min(tiles.block_q, tiles.block_k) < _WORTH_A_STRIP:
         return [(all_q, _cover(lk, tiles.block_k))]
-    (full_q, left_q), (full_k, left_k) = _cut(lq, tiles.block_q), _cut(lk, tiles.block_k)
-    return [(q, k) for q, k in ((full_q, full_k), (left_q, full_k), (all_q, left_k)) if q is not None and k is not None]
+    (full_q, *left_q), (full_k, *left_k) = _cut(lq, tiles.block_q), _cut(lk, tiles.block_k)
+    return [(full_q, full_k), *((q, full_k) for q in left_q), *((all_q, k) for k in left_k)]
 
 
 def strip_warps(problem: Problem, tiles: Tiles, q: Strip, k: Strip) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evoattn.backends.triton.backward_call import Call, round_up
+from evoattn.backends.triton.backward_call import BackwardCall, round_up
 from evoattn.backends.triton.kernels.backward import PAD
 from evoattn.backends.triton.kernels.pair_copies import COPIED, ROWS_WORTH_A_COPY, plan_pack
 from evoattn.backends.triton.launch import Launch
@@ -25,7 +25,7 @@ _SMALL = 100
 """A copy of the pair bias that needs its own memory may be one hundredth as large as the outputs."""
 
 
-class PairTensors(NamedTuple):
+class PairBiasTensors(NamedTuple):
     """The tensors of one run, None for absent ones. `sums` may be the result itself.
 
     `distant` is one float32 number, not 0 if a query has a reference (`backward.store_statistics`).
@@ -39,7 +39,7 @@ class PairTensors(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
+class PairBias:
     """The pair bias of a call and its gradient.
 
     Args:
@@ -54,7 +54,7 @@ class Pair:
         in_order: the kernel of a fixed order of summation.
     """
 
-    call: Call
+    call: BackwardCall
     bias: Strided | None = None
     result: Strided | None = None
     mode: str = "none"
@@ -99,10 +99,10 @@ class Pair:
             words.append("pair_bias: transposed once a backward, for dK and dV")
         return tuple(words)
 
-    def begin(self, bias: Tensor | None) -> PairTensors:
+    def begin(self, bias: Tensor | None) -> PairBiasTensors:
         """The memory of the copies and of the gradient, whose sums are cleared."""
         if bias is None or self.bias is None:
-            return PairTensors()
+            return PairBiasTensors()
         device = self.call.device
         by_query, memory, result, sums, distant = bias, None, None, None, None
         if self.straight is not None:
@@ -115,7 +115,7 @@ class Pair:
         if self.result is not None:
             if self.mode == "add":
                 sums, distant = self._zeros(self.result if self.sums is None else self.sums)
-            if memory is not None:
+            if memory is not None:  # until `finish` it holds the transposed copy
                 result = memory.as_strided(*self.result[:2])
             else:
                 result = sums if self.mode == "add" and self.sums is None else empty(self.result, device)
@@ -123,7 +123,7 @@ class Pair:
                 sums = result.zero_() if self.cleared and result is not None else result
         if distant is None:
             distant = torch.zeros(1, dtype=torch.float32, device=device)
-        return PairTensors(by_query, by_key, sums, result, distant)
+        return PairBiasTensors(by_query, by_key, sums, result, distant)
 
     def _zeros(self, like: Strided) -> tuple[Tensor, Tensor]:
         """Zeros for a record that has no gaps, and `distant`, in one piece of memory."""
@@ -131,13 +131,13 @@ class Pair:
         memory = torch.zeros(behind + 1, dtype=torch.float32, device=self.call.device)
         return memory.as_strided(like.shape, like.stride), memory.as_strided((1,), (1,), behind)
 
-    def copy(self, bias: Tensor | None, tensors: PairTensors) -> None:
+    def copy(self, bias: Tensor | None, tensors: PairBiasTensors) -> None:
         """Fill the copies."""
         for planned, copy in ((self.straight, tensors.by_query), (self.transposed, tensors.by_key)):
             if planned is not None and bias is not None and copy is not None:
                 planned[1](bias, copy)
 
-    def finish(self, tensors: PairTensors, sums: Tensor | None) -> Tensor | None:
+    def finish(self, tensors: PairBiasTensors, sums: Tensor | None) -> Tensor | None:
         """The gradient in the bias's shape and dtype, from sums or shares."""
         result = tensors.result
         if result is None or sums is None or sums is result:
@@ -147,10 +147,10 @@ class Pair:
         return result.copy_(sums.as_strided(result.shape, sums.stride()))
 
 
-def plan_pair(call: Call, bias: Strided | None) -> Pair:
+def plan_pair(call: BackwardCall, bias: Strided | None) -> PairBias:
     """Plan which copies of the pair bias pay, and which memory its gradient is summed in."""
     problem, tile = call.problem, call.tiles.dq
-    pair = Pair(call, bias)
+    pair = PairBias(call, bias)
     if bias is None:
         return pair
     full = pair.full_q and pair.full_k
@@ -175,7 +175,7 @@ def plan_pair(call: Call, bias: Strided | None) -> Pair:
     return dataclasses.replace(pair, mode="add", sums=sums, cleared=True)
 
 
-def _with_copies(pair: Pair, bias: Strided, *, reuse: bool) -> Pair:
+def _with_copies(pair: PairBias, bias: Strided, *, reuse: bool) -> PairBias:
     """The same with copies. reuse: the memory of the result is free until it is written."""
     problem, tiles = pair.call.problem, pair.call.tiles
     each = (tiles.dq, tiles.dkdv, tiles.pair)

@@ -17,8 +17,9 @@ PAD = 16
 PADDED = tl.constexpr(PAD)
 """The same for kernels."""
 
-Tile = namedtuple(
-    "Tile", "D C BLOCK_D BLOCK_C BLOCK_Q BLOCK_K STAGES GRAIN HAS_KEY_BIAS EVEN_Q EVEN_K FOLD PRECISION HEADS_INSIDE LONG"
+CallConstants = namedtuple(
+    "CallConstants",
+    "D C BLOCK_D BLOCK_C BLOCK_Q BLOCK_K STAGES GRAIN HAS_KEY_BIAS EVEN_Q EVEN_K FOLD PRECISION HEADS_INSIDE LONG",
 )
 """Constants of dQ, of dK with dV, and of the pair-bias gradient.
 

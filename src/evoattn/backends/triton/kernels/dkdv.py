@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from evoattn.backends.triton.arguments import Number, PairView, Pointer, RowView, Sizes, View, kernel
-from evoattn.backends.triton.kernels.backward import PADDED, Stats, Tile
+from evoattn.backends.triton.kernels.backward import PADDED, CallConstants, Stats
 from evoattn.backends.triton.kernels.primitives import (
     LOG2E,
     at,
@@ -27,7 +27,7 @@ Variant = namedtuple(
     "GRAIN_PAIR HAS_PAIR MASK_PAIR PAIR_TRANSPOSED NEED_DK NEED_DV MASK_MODE SEED DISTANT_ONLY WAIT",
     defaults=[0],
 )
-"""What the kernel is compiled for, besides `Tile`.
+"""What the kernel is compiled for, besides `CallConstants`.
 
 PAIR_TRANSPOSED: the innermost axis of the pair bias is that of queries.
 MASK_MODE: the mask-bias gradient is summed in memory ("add"), stored ("store") or dropped ("none").
@@ -61,7 +61,7 @@ def transposed_scores(b_k, b_q, b_pair, b_key_bias, unit, T, HAS_PAIR: tl.conste
 @kernel
 def dkdv_kernel(
     q: View, k: View, v: View, dO: View, stats: Stats, key_bias: RowView, pair: PairView, dk: Pointer, dv: Pointer, dmask: View,
-    sizes: Sizes, blocks: Number, T: Tile, V: Variant,
+    sizes: Sizes, blocks: Number, T: CallConstants, V: Variant,
 ) -> None:  # fmt: skip
     """One program owns BLOCK_K keys of one (b, n, h).
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from evoattn.backends.triton.arguments import Number, PairView, Pointer, RowView, Sizes, View, kernel
-from evoattn.backends.triton.kernels.backward import PADDED, Stats, Tile, score_gradient, store_statistics
+from evoattn.backends.triton.kernels.backward import PADDED, CallConstants, Stats, score_gradient, store_statistics
 from evoattn.backends.triton.kernels.primitives import LOG2E, at, load_tile, load_view, measured, offsets, pair_at, store_tile
 from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 
@@ -20,7 +20,7 @@ Variant = namedtuple(
     "DISTANT_ONLY WAIT",
     defaults=[0],
 )
-"""What the kernel is compiled for, besides `Tile`.
+"""What the kernel is compiled for, besides `CallConstants`.
 
 MAKE_STATS: it writes the statistics of its queries, which it otherwise reads.
 WAITS_FOR_DO: the kernel before writes dO, so this one waits for it before it loads dO.
@@ -60,7 +60,7 @@ def _add_pair_gradient(
 def dq_kernel(
     q: View, k: View, v: View, dO: View, stats: Stats, o: View, lse: Pointer, ref: Pointer, dlse: View, key_bias: RowView,
     runs: RowView, pair: PairView, dq: Pointer, dpair: PairView, sizes: Sizes, blocks: Number, groups: Number,
-    heads_at_once: Number, T: Tile, V: Variant,
+    heads_at_once: Number, T: CallConstants, V: Variant,
 ) -> None:  # fmt: skip
     """One program owns BLOCK_Q queries of ROWS neighbouring rows n of one (b, h), which share every tile of pair bias.
 
@@ -146,9 +146,9 @@ def dq_kernel(
         # Read back what was written, in the layout of the loop.
         tl.debug_barrier()
     for r in tl.static_range(V.ROWS):
-        p_this = p_stats + ((b * sizes.n + ns[r]) * sizes.h + h) * (stats.padded_q * PADDED) + o_in
-        b_lse = tl.load(p_this + (2 * plane if V.DISTANT_ONLY else 0))  # [q]
-        b_delta = tl.load(p_this + plane)  # [q]
+        p_stat = p_stats + ((b * sizes.n + ns[r]) * sizes.h + h) * (stats.padded_q * PADDED) + o_in
+        b_lse = tl.load(p_stat + (2 * plane if V.DISTANT_ONLY else 0))  # [q]
+        b_delta = tl.load(p_stat + plane)  # [q]
         if V.ROWS > 1:
             b_lse = tl.where(group * V.ROWS + r < sizes.n, b_lse, float("inf"))
         b_lses = b_lses + (b_lse,)
@@ -163,10 +163,10 @@ def dq_kernel(
         begin = end
         end = 0
         for r in tl.static_range(V.ROWS):
-            p_this = runs.p + b * runs.b + ns[r] * runs.n
-            count = tl.load(p_this)
-            begin = tl.where(count > 0, tl.minimum(begin, tl.load(p_this + 1)), begin)
-            end = tl.where(count > 0, tl.maximum(end, tl.load(p_this + 2 * tl.maximum(count, 1))), end)
+            p_runs = runs.p + b * runs.b + ns[r] * runs.n
+            count = tl.load(p_runs)
+            begin = tl.where(count > 0, tl.minimum(begin, tl.load(p_runs + 1)), begin)
+            end = tl.where(count > 0, tl.maximum(end, tl.load(p_runs + 2 * tl.maximum(count, 1))), end)
     # At least one tile, of which nothing is stored if none is live: if a loop can run zero times, its sums also come from the
     # zeros before it, and ptxas then serialises all products (C7515).
     live = True
@@ -237,13 +237,13 @@ def dq_kernel(
             if T.HEADS_INSIDE:
                 stride_dq = T.D * sizes.h
                 p_out = dq + (((b * sizes.n + n) * sizes.lq + start) * sizes.h + h) * T.D
-            rows = tl.where(n < sizes.n, left_q, 0)
+            queries = tl.where(n < sizes.n, left_q, 0)
             if V.DISTANT_ONLY:
                 p_tile = p_out + o_q[:, None] * stride_dq + o_d[None, :]
-                inside = ((o_q < rows) & (b_lses[r] != float("inf")))[:, None] & (o_d < T.D)[None, :]
+                inside = ((o_q < queries) & (b_lses[r] != float("inf")))[:, None] & (o_d < T.D)[None, :]
                 tl.store(p_tile, (b_dq * sizes.scale).to(dq.dtype.element_ty), mask=inside)
             else:
                 store_tile(
-                    p_out, b_dq * sizes.scale, o_q, o_d, stride_dq, 1, rows, T.D,
+                    p_out, b_dq * sizes.scale, o_q, o_d, stride_dq, 1, queries, T.D,
                     MASK_ROWS=V.ROWS > 1 or not T.EVEN_Q, MASK_COLS=T.D != T.BLOCK_D,
                 )  # fmt: skip

@@ -8,19 +8,27 @@ the order of sums is fixed.
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from evoattn.backends.triton.arguments import Inner, Number, Pointer, View, kernel
+from evoattn.backends.triton.arguments import Inner, Number, Pointer, View, kernel, lse_view, view
 from evoattn.backends.triton.kernels.backward import gate_gradient, without_empty_queries
 from evoattn.backends.triton.kernels.key_bias import key_bias_tile
 from evoattn.backends.triton.kernels.primitives import FLOOR, LOG2E, finish, load_tile, offsets, sigmoid
+from evoattn.backends.triton.strides import Strided, contiguous, grain, strided, strides
+from evoattn.backends.triton.tiles.few import FewTiles
+from evoattn.core.inputs import Cotangents, Inputs, Outputs
+from evoattn.core.sizes import power_of_two
 
 
-class Sizes(NamedTuple):
+class FewSizes(NamedTuple):
     """Sizes of a launch. `total` is b * n * h.
 
     There are variants for lq: with one query there is no loop, and nothing from query to query needs registers.
@@ -34,7 +42,9 @@ class Sizes(NamedTuple):
     scale: Number
 
 
-Tile = namedtuple("Tile", "D C BLOCK_D BLOCK_C ROWS BLOCK_K EVEN_K GRAIN HAS_MASK HAS_BIAS HAS_GATE HEADS_INSIDE LONG")
+FewConstants = namedtuple(
+    "FewConstants", "D C BLOCK_D BLOCK_C ROWS BLOCK_K EVEN_K GRAIN HAS_MASK HAS_BIAS HAS_GATE HEADS_INSIDE LONG"
+)
 """Constants of both kernels. D and C are channels of keys and values, BLOCK_D and BLOCK_C powers of two that hold them."""
 
 Wanted = namedtuple("Wanted", "HAS_DLSE NEED_DQ NEED_DK NEED_DV NEED_DGATE")
@@ -116,18 +126,9 @@ def _key_bias(mask, mask_bias, b, n, lk, T):
 
 @kernel
 def forward_few_kernel(
-    q: View,
-    k: View,
-    v: View,
-    mask: View,
-    mask_bias: View,
-    out: Pointer,
-    lse: Pointer,
-    ref: Pointer,
-    gate: View,
-    sizes: Sizes,
-    T: Tile,
-) -> None:
+    q: View, k: View, v: View, mask: View, mask_bias: View, out: Pointer, lse: Pointer, ref: Pointer, gate: View,
+    sizes: FewSizes, T: FewConstants,
+) -> None:  # fmt: skip
     """One program owns all queries and keys of ROWS rows (b, n, h).
 
     It reads keys and values once, then loops over queries.
@@ -167,7 +168,7 @@ def forward_few_kernel(
 @kernel
 def backward_few_kernel(
     q: View, k: View, v: View, mask: View, mask_bias: View, dO: View, o: View, lse: Pointer, dlse: View, gate: View,
-    dq: Pointer, dk: Pointer, dv: Pointer, dgate: Pointer, sizes: Sizes, T: Tile, W: Wanted,
+    dq: Pointer, dk: Pointer, dv: Pointer, dgate: Pointer, sizes: FewSizes, T: FewConstants, W: Wanted,
 ) -> None:  # fmt: skip
     """One program owns all queries and keys of ROWS rows (b, n, h).
 
@@ -239,3 +240,90 @@ def _store_keys(
     o_c = tl.arange(0, BLOCK_C)[None, None, :]
     p_tile = p_keys + (o_first[:, None, None] + o_k * stride_l) * COLS + o_c
     tl.store(p_tile, b_keys.to(p_keys.dtype.element_ty), mask=inside[:, None, None] & (o_k < lk) & (o_c < COLS))
+
+
+def plan_forward_few(inputs: Inputs, tiles: FewTiles, *, scale: float, layout: str) -> Callable[..., None]:
+    """Plan o, lse and reference of canonical tensors with these strides, for which `few_tiles` has tiles."""
+    programs, arguments = _common(inputs, tiles, scale, layout)
+    launch = forward_few_kernel.plan(programs, **arguments, num_warps=tiles.num_warps)
+
+    def run(inputs: Inputs, outputs: Outputs) -> None:
+        q, k, v, mask, mask_bias, _, gate = inputs
+        lse = outputs.lse
+        # Absent tensors get any address, which is never read.
+        mask, mask_bias, gate = (lse if x is None else x for x in (mask, mask_bias, gate))
+        launch(q, k, v, mask, mask_bias, *outputs, gate)
+
+    return run
+
+
+def plan_backward_few(
+    cotangents: Cotangents,
+    inputs: Inputs,
+    outputs: Outputs,
+    tiles: FewTiles,
+    *,
+    scale: float,
+    layout: str,
+    needs: tuple[bool, bool, bool, bool],
+) -> Callable[..., tuple[None, None]]:
+    """Plan dq, dk, dv and dgate, of which `needs` says which are wanted, likewise."""
+    (do, dlse), (o, lse, _) = cotangents, outputs
+    do_strides = Strided(tuple(o.shape), (0,) * 5, o.dtype) if do is None else strided(do)
+    dlse_strides = None if dlse is None else strided(dlse)
+    programs, arguments = _common(inputs, tiles, scale, layout, dO=do_strides, o=strided(o), dlse=dlse_strides)
+    gathers = not lse.is_contiguous()  # as hooks on saved tensors may give it back
+    wanted = Wanted(dlse is not None, *needs)
+    launch = backward_few_kernel.plan(programs, **arguments, dlse=lse_view(dlse_strides), W=wanted, num_warps=tiles.num_warps)
+
+    def run(cotangents: Cotangents, inputs: Inputs, outputs: Outputs, results: tuple[Tensor | None, ...]) -> tuple[None, None]:
+        (do, dlse), (q, k, v, mask, mask_bias, _, gate), (o, lse, _) = cotangents, inputs, outputs
+        do = torch.zeros((), dtype=o.dtype, device=o.device) if do is None else do
+        lse = lse.contiguous() if gathers else lse
+        mask, mask_bias, dlse, gate = (lse if x is None else x for x in (mask, mask_bias, dlse, gate))
+        launch(q, k, v, mask, mask_bias, do, o, lse, dlse, gate, *(o if x is None else x for x in results))
+        return None, None
+
+    return run
+
+
+def _common(
+    inputs: Inputs, tiles: FewTiles, scale: float, layout: str, *, dlse: Strided | None = None, **more: Strided
+) -> tuple[int, dict[str, Any]]:
+    """The number of programs, and the arguments that both kernels have, with views of `more` tensors."""
+    tensors = {"q": strided(inputs.q), "k": strided(inputs.k), "v": strided(inputs.v), **more}
+    masks = {"mask": inputs.mask, "mask_bias": inputs.mask_bias}
+    mask_strides = {name: None if x is None else strided(x) for name, x in masks.items()}
+    if inputs.gate is not None:
+        tensors["gate"] = strided(inputs.gate)
+    b, n, h, lq, d = inputs.q.shape
+    lk, c = inputs.k.shape[-2], inputs.v.shape[-1]
+    units = grain(*tensors.values())
+    results = contiguous((b, n, h, max(lq, lk), max(d, c)), torch.float32)
+    extents = [_extent(x) for x in (*tensors.values(), *mask_strides.values(), dlse, results) if x is not None]
+    tile = FewConstants(
+        D=d,
+        C=c,
+        BLOCK_D=power_of_two(d, 1),
+        BLOCK_C=power_of_two(c, 1),
+        ROWS=tiles.rows,
+        BLOCK_K=tiles.block_k,
+        EVEN_K=lk == tiles.block_k,
+        GRAIN=units,
+        HAS_MASK=inputs.mask is not None,
+        HAS_BIAS=inputs.mask_bias is not None,
+        HAS_GATE=inputs.gate is not None,
+        HEADS_INSIDE=layout == "bnlhd",
+        LONG=max(extents) >= 1 << 31,
+    )
+    views = {"gate": view(None, 1), **{name: view(x, units) for name, x in tensors.items()}}
+    for name, x in mask_strides.items():
+        on_b, on_n, on_k = strides(x, 3)
+        views[name] = View(None, on_b, on_n, 0, 0, on_k)
+    programs = -(-math.prod(inputs.q.shape[:3]) // tiles.rows)
+    return programs, {**views, "sizes": FewSizes(n, h, b * n * h, lq, lk, scale), "T": tile}
+
+
+def _extent(tensor: Strided) -> int:
+    """Elements from the tensor's first to its last."""
+    return sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))

@@ -11,7 +11,7 @@ from collections import namedtuple
 import triton.language as tl
 
 from evoattn.backends.triton.arguments import Constant, Number, PairView, Pointer, RowView, Sizes, View, kernel
-from evoattn.backends.triton.kernels.backward import PADDED, Stats, Tile, score_gradient
+from evoattn.backends.triton.kernels.backward import PADDED, CallConstants, Stats, score_gradient
 from evoattn.backends.triton.kernels.primitives import LOG2E, at, decode, load_tile, load_view, measured, offsets, pair_at
 from evoattn.backends.triton.launch import Launch
 from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
@@ -30,7 +30,7 @@ Grid = namedtuple("Grid", "blocks_q blocks_k splits units_q units_k before_q bef
 Variant = namedtuple(
     "Variant", "TILE_Q TILE_K GOES_ON HAS_SPANS GRAIN_PAIR MASK_PAIR FULL_Q FULL_K DISTANT_ONLY WAIT", defaults=[0]
 )
-"""What the kernel is compiled for, besides `Tile`.
+"""What the kernel is compiled for, besides `CallConstants`.
 
 FULL_Q, FULL_K: the pair bias has the axis.
 DISTANT_ONLY: a launch of its own adds what distant queries give (`backward.store_statistics`), if there are any.
@@ -40,7 +40,7 @@ DISTANT_ONLY: a launch of its own adds what distant queries give (`backward.stor
 @kernel
 def pair_gradient_kernel(
     q: View, k: View, v: View, dO: View, stats: Stats, key_bias: RowView, spans: RowView, pair: PairView, partial: Pointer,
-    sizes: Sizes, grid: Grid, T: Tile, V: Variant,
+    sizes: Sizes, grid: Grid, T: CallConstants, V: Variant,
 ) -> None:  # fmt: skip
     """One program owns a tile of queries and keys of one (b, h), and one of `splits` shares of the rows n.
 
@@ -112,12 +112,12 @@ def pair_gradient_kernel(
         b_do = load_view(dO.p + n * dO.n * T.GRAIN, dO, o_q, o_c, left_q, COLS=T.C, GRAIN=T.GRAIN, MASK=not T.EVEN_Q)  # [q,c]
         b_k = load_view(k.p + n * k.n * T.GRAIN, k, o_k, o_d, left_k, COLS=T.D, GRAIN=T.GRAIN, MASK=not T.EVEN_K)  # [k,d]
         b_v = load_view(v.p + n * v.n * T.GRAIN, v, o_k, o_c, left_k, COLS=T.C, GRAIN=T.GRAIN, MASK=not T.EVEN_K)  # [k,c]
-        p_this = p_stats + n * sizes.h * (stats.padded_q * PADDED)
-        b_lse = tl.load(p_this + (2 * plane if V.DISTANT_ONLY else 0) + o_in_q)  # [q]
-        b_delta = tl.load(p_this + plane + o_in_q)  # [q]
+        p_stat = p_stats + n * sizes.h * (stats.padded_q * PADDED)
+        b_lse = tl.load(p_stat + (2 * plane if V.DISTANT_ONLY else 0) + o_in_q)  # [q]
+        b_delta = tl.load(p_stat + plane + o_in_q)  # [q]
         b_measured = b_pair
         if V.DISTANT_ONLY:
-            b_measured = measured(b_pair, tl.load(p_this + 3 * plane + o_in_q)[:, None])
+            b_measured = measured(b_pair, tl.load(p_stat + 3 * plane + o_in_q)[:, None])
         b_sum += score_gradient(b_q, b_do, b_k, b_v, b_lse, b_delta, b_measured, b_key_bias, unit, T, HAS_PAIR=True)  # [q,k]
 
     if not V.DISTANT_ONLY:

@@ -71,7 +71,7 @@ def statistics_kernel(
         store_view(dgate, b_dgate, o_q, o_c, left, COLS=V.C, GRAIN=V.GRAIN, MASK=True)
 
 
-class GatePass(NamedTuple):
+class GateTensors(NamedTuple):
     """The gate in the statistics kernel. Tensors are [b,n,h,q,c].
 
     Args:
@@ -88,7 +88,7 @@ class GatePass(NamedTuple):
     needs_dgate: bool
 
 
-def plan_statistics(stats: Strided, o: Strided, do: Strided, dlse: Strided | None, gate: GatePass | None = None) -> Launch:
+def plan_statistics(stats: Strided, o: Strided, do: Strided, dlse: Strided | None, gate: GateTensors | None = None) -> Launch:
     """Plan the launch of (o, do, lse, reference, dlse or lse, stats, distant, gate, gated do, dgate) that fills `stats`
     [2 or 4, b, n, h, padded_q].
 

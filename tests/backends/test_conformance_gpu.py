@@ -14,7 +14,7 @@ from torch import Tensor
 import evoattn
 from evoattn import testing
 from evoattn.workloads import WORKLOADS
-from tests.helpers.gpu_checks import check_in_turn, check_offsets, check_same_bits
+from tests.helpers.gpu_checks import capture, check_in_turn, check_offsets, check_same_bits
 from tests.helpers.operators import Operators
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -147,14 +147,7 @@ def test_graph_capture_and_replay(deterministic: bool) -> None:
         )
         return o, *torch.autograd.grad(o, list(leaves.values()), inputs.do)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     with torch.no_grad():
         for leaf in leaves.values():
             leaf.copy_(torch.randn_like(leaf))

@@ -1,11 +1,28 @@
 """What each GPU backend has to hold in the same words: offsets that 32 bits do not count, and calls one right after another."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from evoattn import testing
+
+Result = TypeVar("Result")
+
+
+def capture(step: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A CUDA graph of a step, and the tensors that it writes. The step runs once on a stream of its own before."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
 
 
 def check_offsets(which: str, backend: str, pair_bias: str | None = "b1hqk") -> None:

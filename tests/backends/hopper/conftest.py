@@ -1,0 +1,66 @@
+"""Fixtures that choose how the Hopper backend runs a call."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.backends.hopper.gpu_calls import WAYS
+
+
+@pytest.fixture
+def one_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Without a pair bias one kernel finds all gradients, as where a call has many rows, and in this test at least once."""
+    from evoattn.backends.hopper import backward_launches, tiles
+
+    kernel, made = backward_launches.FusedGradients, []
+
+    def make(*args: object, **options: object) -> object:
+        made.append(kernel(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(backward_launches, "FusedGradients", make)
+    monkeypatch.setattr(tiles, "fused_tiles", lambda channels, *_: 16 if channels <= 16 else 8)
+    yield
+    assert made
+
+
+@pytest.fixture
+def two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a call has few rows."""
+    from evoattn.backends.hopper import tiles
+
+    monkeypatch.setattr(tiles, "fused_tiles", lambda *_: None)
+
+
+@pytest.fixture
+def heads_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One head at a time where a pair bias streams, as where one keeps all processors busy."""
+    from evoattn.backends.hopper import head_groups
+
+    monkeypatch.setattr(head_groups, "divisor", lambda *_: 1)
+
+
+@pytest.fixture
+def rows_left_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The backward leaves out rows that a mask switches off, as where a call has many scores; at least once in a test."""
+    from evoattn.backends.hopper import backward_launches, tiles
+
+    kernel, made = backward_launches.KeyGradients, []
+
+    def make(*args: object, **options: object) -> object:
+        made.append(options["skips"])
+        return kernel(*args, **options)
+
+    monkeypatch.setattr(backward_launches, "KeyGradients", make)
+    monkeypatch.setattr(tiles, "_LEAST_SCORES_TO_SKIP", 0)
+    yield
+    assert any(made)
+
+
+@pytest.fixture
+def way(request: pytest.FixtureRequest) -> dict:
+    """What a call looks like that goes one of these ways."""
+    fixture, changes = WAYS[request.param]
+    if fixture is not None:
+        request.getfixturevalue(fixture)
+    return changes

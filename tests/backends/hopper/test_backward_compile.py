@@ -25,7 +25,7 @@ from tests.helpers.machine_code import Made, count, make  # noqa: E402
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 SKIPS = {"bfloat16": True, "float16": False}
 """Of which dtype the variants are compiled that leave rows out."""
-BOTH = {"pair": True, "row": True}
+BOTH = {"pair": True, "key_bias": True}
 ALIGNED = 512
 """Bytes by which a formula of shared memory may be too large: it counts room to align what has a place already."""
 
@@ -45,14 +45,14 @@ def check(made: Made, spilled: int, formula: int | None = None) -> None:
 def query_kernel(channels: int, length: int, dtype: str = "bfloat16", pair: bool = True, **change: Any) -> Made:
     """dQ, as it is planned for a length."""
     chosen = planned.query_variant(channels, length, pair)
-    options = {"pair": pair, "row": True, "bias_gradient": pair} | chosen | change
+    options = {"pair": pair, "key_bias": True, "bias_gradient": pair} | chosen | change
     return make(dq.QueryGradients(DTYPES[dtype], channels, **options))
 
 
 def key_kernel(channels: int, length: int, dtype: str, skips: bool, pair: bool = True, **change: bool) -> Made:
     """dK and dV, as they are planned for a length."""
     chosen = planned.key_variant(channels, length, pair, skips)
-    options = {"pair": pair, "row": True, "skips": skips, "clears": skips} | chosen | change
+    options = {"pair": pair, "key_bias": True, "skips": skips, "clears": skips} | chosen | change
     return make(dkdv.KeyGradients(DTYPES[dtype], channels, **options))
 
 
@@ -91,7 +91,7 @@ def test_dq(channels, length, dtype):
     [(32, length, {}) for length in (128, 384, 512, 1024, 2048)]
     + [(channels, 1024, {}) for channels in (8, 16, 24)]
     + [(24, 2048, {}), (32, 2500, {}), (32, 2048, {"dtype": "float16"})]
-    + [(32, 512, change) for change in ({"row": False}, {"dlse": True}, {"dtype": "float16"})],
+    + [(32, 512, change) for change in ({"key_bias": False}, {"dlse": True}, {"dtype": "float16"})],
     ids=str,
 )
 def test_dq_without_a_pair_bias(channels, length, change):
@@ -112,7 +112,7 @@ def test_dk_and_dv(channels, length, dtype):
 WHOLE = [
     pytest.param(c, change, dtype, marks=[] if (c, dtype, change) == (32, "bfloat16", {}) else slow, id=f"{c}-{dtype}-{change}")
     for c in (8, 16, 24, 32)
-    for change in ({}, {"mask_gradient": True, "dlse": True}, {"row": False})
+    for change in ({}, {"mask_gradient": True, "dlse": True}, {"key_bias": False})
     for dtype in DTYPES
 ]
 
@@ -120,7 +120,7 @@ WHOLE = [
 @pytest.mark.parametrize(("channels", "change", "dtype"), WHOLE)
 def test_all_gradients_in_one_kernel(channels, change, dtype):
     tiles = planned.fused_tiles(channels, (1, 66, 2, 512, 512), 132)
-    made = make(fused.FusedGradients(DTYPES[dtype], channels, **({"row": True} | change), tiles=tiles))
+    made = make(fused.FusedGradients(DTYPES[dtype], channels, **({"key_bias": True} | change), tiles=tiles))
     check(made, WHOLE_SPILLED if channels == 24 and "dlse" in change else 0, planned.fused_shared(channels, tiles))
 
 
@@ -137,7 +137,7 @@ def test_the_gradient_of_a_mask_bias_has_registers(channels, length, pair, dtype
 def test_variants_with_a_float32_pair_bias(channels, length):
     """They hold it in float32 whatever it was: only how it is loaded differs."""
     check(query_kernel(channels, length, bias=cutlass.Float32), DQ_SPILLED)
-    chosen = planned.key_variant(channels, length, True, exact=True)
+    chosen = planned.key_variant(channels, length, True, float32_pair=True)
     made = make(dkdv.KeyGradients(cutlass.BFloat16, channels, **BOTH, bias=cutlass.Float32, **chosen))
     check(made, DKDV_SPILLED, planned.key_shared(channels, **chosen))
 
@@ -183,18 +183,18 @@ def test_other_kernels_of_a_gated_call():
     assert make(statistics.Statistics(cutlass.BFloat16, 32, **GATED)).spilled == 0
     for channels in (8, 32):
         tiles = planned.fused_tiles(channels, (1, 66, 2, 512, 512), 132)
-        made = make(fused.FusedGradients(cutlass.BFloat16, channels, row=True, tiles=tiles, mask_gradient=True, **GATED))
+        made = make(fused.FusedGradients(cutlass.BFloat16, channels, key_bias=True, tiles=tiles, mask_gradient=True, **GATED))
         check(made, WHOLE_SPILLED, planned.fused_shared(channels, tiles))
 
 
 KEYS_384 = dkdv.KeyGradients(cutlass.BFloat16, 32, **BOTH, **planned.key_variant(32, 384, True))
 
 
-def test_products_run_on():
+def test_products_overlapped():
     """While a warpgroup computes, as many products run as the plan says: a wait leaves one running."""
-    whole = fused.FusedGradients(cutlass.BFloat16, 32, row=True, tiles=8)
-    assert KEYS_384.run_on > 0
-    for kernel, waits in ((KEYS_384, KEYS_384.run_on), (whole, 1)):
+    whole = fused.FusedGradients(cutlass.BFloat16, 32, key_bias=True, tiles=8)
+    assert KEYS_384.overlapped > 0
+    for kernel, waits in ((KEYS_384, KEYS_384.overlapped), (whole, 1)):
         assert count(make(kernel).instructions, "WARPGROUP.DEPBAR.LE 1") == waits
 
 
@@ -208,7 +208,7 @@ def test_no_warp_is_left_to_round_where_three_streams_and_the_bias_come_in():
     "change",
     [
         {"pair": False, "bias_gradient": False},
-        {"row": False},
+        {"key_bias": False},
         {"partial": True},
         {"dlse": True},
         {"vector": False},
@@ -223,7 +223,7 @@ def test_other_variants_of_dq_compile(change):
 @slow
 @pytest.mark.parametrize(
     "change",
-    [{"pair": False}, {"row": False}, {"row": False, **planned.key_variant(32, 640, True)}, {"timed": False}],
+    [{"pair": False}, {"key_bias": False}, {"key_bias": False, **planned.key_variant(32, 640, True)}, {"timed": False}],
     ids=str,
 )
 def test_other_variants_of_dk_and_dv_compile(change):
@@ -238,8 +238,8 @@ def test_other_variants_of_dk_and_dv_compile(change):
         dq_sum.PanelSum(cutlass.BFloat16, cluster=2),
         dq_sum.PanelSum(cutlass.BFloat16, timed=False),
         key_bias.KeyBias(cutlass.BFloat16, mask=True, bias=None, clears=True, lists=True),
-        pair_bias.PairBiasTiles(cutlass.BFloat16, wide=True),
-        pair_bias.PairBiasTiles(cutlass.Float16, wide=False),
+        pair_bias.PairBiasTiles(cutlass.BFloat16, float32=True),
+        pair_bias.PairBiasTiles(cutlass.Float16, float32=False),
     ],
     ids=lambda kernel: kernel.name,
 )
@@ -290,7 +290,7 @@ def test_a_warpgroup_of_producers_has_four_warps(channels, pair):
     found = set()
     for length in (64, 128, 256, 384, 512, 576, 1024, 2048):
         chosen = planned.query_variant(channels, length, pair)
-        kernel = dq.QueryGradients(cutlass.BFloat16, channels, pair=pair, row=True, bias_gradient=pair, **chosen)
+        kernel = dq.QueryGradients(cutlass.BFloat16, channels, pair=pair, key_bias=True, bias_gradient=pair, **chosen)
         assert kernel.key_producers + 1 + kernel.warp_sums_dq <= 4
         found.add(kernel.warp_sums_dq)
     assert found == ({True, False} if pair and channels > 16 else {False})

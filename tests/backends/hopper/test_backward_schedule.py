@@ -32,9 +32,9 @@ def stretches(rows: list[int], blocks: int, timed: bool = True):
             panel = bisect.bisect_right(starts, at) - 1
             start, n = starts[panel] + change, rows[panel]
             first = max(at - start, 0)
-            known = schedule.opening(start, n, each, block, start + first)
+            known = schedule.panel_times(start, n, each, block, start + first)
             for position in range(min(n, end - start) - first):
-                yield block, start + first + position - block * each, panel, schedule.row(position, n, known)
+                yield block, start + first + position - block * each, panel, schedule.nth_row(position, n, known)
             at = min(start + n, end)
 
 
@@ -124,7 +124,7 @@ def test_panels_go_through_the_rows_together(panels: int, n: int, blocks: int, a
 def test_warpgroups_share_the_keys(channels: int, keys: int, pair: bool) -> None:
     """Each slice is one warpgroup's; and where a row ends after some tiles, they are among those that are gone through."""
     variant = tiles.query_variant(channels, keys, pair)
-    kernel = QueryGradients(cutlass.BFloat16, channels, pair=pair, row=True, bias_gradient=pair, skips=True, **variant)
+    kernel = QueryGradients(cutlass.BFloat16, channels, pair=pair, key_bias=True, bias_gradient=pair, skips=True, **variant)
     groups = [(rank, s) for rank in range(kernel.cluster) for s in range(kernel.groups)]
     of_all = [rank * kernel.groups + s for rank, s in groups]
     slices = sorted(dq_consumer.slice_key(kernel, u, group) for group in of_all for u in range(kernel.slices))

@@ -13,16 +13,16 @@ from evoattn.backends.hopper.kernels import forward, gate, key_bias, pair_bias  
 from tests.helpers.machine_code import count, make  # noqa: E402
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
-BOTH = {"pair": True, "row": True, "exact": False, "resident": True}
-WIDE = {"pair": True, "row": True, "exact": True, "resident": False, "wide": True}
+BOTH = {"pair": True, "key_bias": True, "exact": False, "resident": True}
+WIDE = {"pair": True, "key_bias": True, "exact": True, "resident": False, "float32_pair": True}
 VARIANTS = {
     "d8": (8, BOTH),
     "d16": (16, BOTH | {"exact": True}),
     "d24": (24, BOTH),
     "d32": (32, BOTH),
-    "d32_pair": (32, BOTH | {"row": False}),
+    "d32_pair": (32, BOTH | {"key_bias": False}),
     "d32_row": (32, BOTH | {"pair": False, "exact": True}),
-    "d32_none": (32, BOTH | {"pair": False, "row": False, "exact": True}),
+    "d32_none": (32, BOTH | {"pair": False, "key_bias": False, "exact": True}),
     "d32_long": (32, BOTH | {"resident": False}),
     "d32_row_long": (32, BOTH | {"pair": False, "exact": True, "resident": False}),
     "d48_long": (48, BOTH | {"resident": False}),
@@ -34,10 +34,10 @@ VARIANTS = {
     "d8_wide": (8, WIDE),
     "d16_wide": (16, WIDE),
     "d32_wide": (32, WIDE),
-    "d32_wide_pair": (32, WIDE | {"row": False}),
+    "d32_wide_pair": (32, WIDE | {"key_bias": False}),
     "d48_wide": (48, WIDE),
     "d64_wide": (64, WIDE),
-    "d64_none": (64, BOTH | {"pair": False, "row": False, "exact": True}),
+    "d64_none": (64, BOTH | {"pair": False, "key_bias": False, "exact": True}),
 }
 ALIGNED = 512
 """Bytes by which the formula of shared memory may be too large: it counts room for barriers and for what is small."""
@@ -93,7 +93,7 @@ def test_the_product_with_the_gate_moves_16_bytes_at_a_time(channels: int, dtype
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"deep": True}, {"bounded": True}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"unrounded": True}, {"bounded": True}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("bias", [None, "Float32", "BFloat16"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from evoattn.backends.hopper.head_groups import HeadGroups, divisor, moved
+from evoattn.backends.hopper.head_groups import HeadGroups, divisor, for_each_group
 from evoattn.workloads import workload
 
 
@@ -58,12 +58,11 @@ def test_each_turn_finds_its_own(together: tuple[int, int]) -> None:
     groups = HeadGroups(of_b, of_h, tuple((x, y) for x in range(0, 2, of_b) for y in range(0, 3, of_h)))
     tensors = (torch.empty(2, 5, 7, 3, 8).transpose(2, 3), torch.empty(1, 3, 9), torch.empty(2, 1, 9), torch.empty(2, 6), None)
     axes = (2, 1, 1, None, 1)
-    further = groups.further(*zip(tensors, axes, strict=True))
-    seen = set()
-    for (b, h), steps in zip(groups.starts, further, strict=True):
-        for x, axis, address in zip(
-            tensors, axes, moved([None if x is None else x.data_ptr() for x in tensors], steps), strict=True
-        ):
+    launched: list[tuple[int | None, ...]] = []
+    addresses = [None if x is None else x.data_ptr() for x in tensors]
+    for_each_group(lambda *group: launched.append(group), addresses, groups.offsets(tensors, axes))
+    for (b, h), group in zip(groups.starts, launched, strict=True):
+        for x, axis, address in zip(tensors, axes, group, strict=True):
             if x is None:
                 assert address is None
                 continue
@@ -73,5 +72,4 @@ def test_each_turn_finds_its_own(together: tuple[int, int]) -> None:
                 cut = groups.cut(x, axis)
                 assert (cut.shape, cut.stride()) == (part.shape, part.stride())
             assert address == part.data_ptr()
-        seen.add(steps)
-    assert len(seen) == len(groups.starts)
+    assert len(set(launched)) == len(groups.starts)

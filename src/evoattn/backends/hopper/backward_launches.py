@@ -93,7 +93,7 @@ class Facts:
         (b, n, h, lq, d), lk = q.shape, k.shape[3]
         self.dtype, self.device, self.d, self.sizes = types[q.dtype], q.device, d, (b, n, h, lq, lk)
         self.needs, self.gated = needs, gated
-        self.pair, exact = pair_bias is not None, pair_bias is not None and pair_bias.dtype == torch.float32
+        self.pair, float32_pair = pair_bias is not None, pair_bias is not None and pair_bias.dtype == torch.float32
         self.bias = None if pair_bias is None else types[pair_bias.dtype]
         # The kernel of the keys takes lse / unit in float16, up to STEP times its largest; with a pair bias lse goes to 65,504.
         self.factor, self.unit = fold(scale, 2.0 / STEP) if q.dtype == torch.float16 and self.pair else fold(scale)
@@ -102,9 +102,9 @@ class Facts:
         self.fused = one_kernel(needs, self.pair, d, self.sizes, processors)
         self.has_query_kernel = not self.fused and (needs[0] or needs[4])
         self.has_key_kernel = not self.fused and any(needs[1:4])
-        self.skips = not self.fused and skips_rows(mask is not None, needs, self.pair, d, self.sizes, exact=exact)
+        self.skips = not self.fused and skips_rows(mask is not None, needs, self.pair, d, self.sizes, float32_pair=float32_pair)
         self.query: dict[str, Any] = (query_variant(d, lk, self.pair) if self.has_query_kernel else None) or {}
-        self.key = key_variant(d, lq, self.pair, self.skips, exact=exact)
+        self.key = key_variant(d, lq, self.pair, self.skips, float32_pair=float32_pair)
         self.streams = self.has_key_kernel and bool(self.key["ring"])
 
         self.panels, self.key_panels = -(-lq // ROWS), -(-lk // ROWS)
@@ -129,71 +129,64 @@ class Facts:
         self.parts = floats(slots, self.query.get("slices", 0) * 4, self.query.get("groups", 0) * 128, 4)
 
 
-class Tensors(namedtuple("Tensors", "q k v o do lse dlse dq dk dv dmask pair tiles sums dpair row ends order starts")):
+class Tensors(namedtuple("Tensors", "q k v o do lse dlse dq dk dv dmask pair tiles sums dpair key_terms ends order starts")):
     """All that the launches of a group read and write: as layouts, or as addresses."""
-
-
-class KeyRows(NamedTuple):
-    """The key-wise bias: whether there is one, and how far its rows go from one b, and one n, to the next."""
-
-    there: bool
-    b: int
-    n: int
 
 
 Launch = Callable[[Tensors, int, int], None]
 """A function of a group's addresses, and of those of the statistics and of the parts of d(pair bias)."""
 
 
-def plan_launches(facts: Facts, first: Tensors, rows: KeyRows, *, dlse: bool) -> list[Launch]:
+def plan_launches(facts: Facts, first: Tensors, strides: tuple[int, int], *, key_bias: bool, dlse: bool) -> list[Launch]:
     """Plan the launches of each group, in this order. Nothing may come between: one starts while the one before runs.
 
     Args:
         facts: of the call.
         first: the layouts of what the first group sees.
-        rows: of the key-wise bias.
+        strides: of the rows of the key bias, from one b, and one n, to the next.
+        key_bias: whether there is one.
         dlse: whether the LSE has a gradient.
     """
     if facts.fused:
-        return [_fused(facts, first, rows, dlse)]
+        return [_fused(facts, first, strides, key_bias, dlse)]
     launches = []
     if facts.has_query_kernel:
-        launches.append(_query(facts, first, rows, dlse))
+        launches.append(_query(facts, first, strides, key_bias, dlse))
     elif facts.has_key_kernel:
         launches.append(_statistics(facts, first, dlse))
     if facts.has_key_kernel:
-        launches.append(_key(facts, first, rows))
+        launches.append(_key(facts, first, strides, key_bias))
     if facts.partial:
         launches.append(_panel_sum(facts, first))
     return launches
 
 
-def _fused(facts: Facts, first: Tensors, rows: KeyRows, dlse: bool) -> Launch:
+def _fused(facts: Facts, first: Tensors, strides: tuple[int, int], key_bias: bool, dlse: bool) -> Launch:
     note_tiles("whole", block_q=ROWS, block_k=ROWS)
-    options: dict[str, Any] = {"row": rows.there, "mask_gradient": facts.needs[3], "dlse": dlse, "gate": facts.gated}
+    options: dict[str, Any] = {"key_bias": key_bias, "mask_gradient": facts.needs[3], "dlse": dlse, "gate": facts.gated}
     kernel = FusedGradients(facts.dtype, facts.d, **options, tiles=facts.fused)  # type: ignore[arg-type]
 
     def arguments(x: Tensors) -> tuple[Any, ...]:
-        return x.q, x.k, x.v, x.o, x.do, x.row, x.lse, x.dlse, x.dq, x.dk, x.dv, x.dmask, x.ends
+        return x.q, x.k, x.v, x.o, x.do, x.key_terms, x.lse, x.dlse, x.dq, x.dk, x.dv, x.dmask, x.ends
 
-    launch = plan(kernel, facts.device, *arguments(first), facts.unit, rows.b, rows.n, facts.rows_blocks)
+    launch = plan(kernel, facts.device, *arguments(first), facts.unit, *strides, facts.rows_blocks)
     return lambda x, stats, parts: launch(*arguments(x))
 
 
-def _query(facts: Facts, first: Tensors, rows: KeyRows, dlse: bool) -> Launch:
+def _query(facts: Facts, first: Tensors, strides: tuple[int, int], key_bias: bool, dlse: bool) -> Launch:
     chosen, partial, added = facts.query, facts.partial, facts.added is not None
     keys = chosen["groups"] * chosen["slices"] * SLICE
     note_tiles("dq", block_q=ROWS, block_k=keys, num_stages=chosen["stages"], cluster=chosen["cluster"])
-    options: dict[str, Any] = {"pair": facts.pair, "row": rows.there, "bias": facts.bias, "bias_gradient": facts.needs[4]}
+    options: dict[str, Any] = {"pair": facts.pair, "key_bias": key_bias, "bias": facts.bias, "bias_gradient": facts.needs[4]}
     options |= {"partial": partial, "skips": facts.skips, "dlse": dlse, "gate": facts.gated, "timed": facts.query_timed}
     kernel = QueryGradients(facts.dtype, facts.d, **options, **chosen, vector=not facts.pair or facts.sizes[4] % 2 == 0)
 
     def arguments(x: Tensors, stats: Any, dpair: Any) -> tuple[Any, ...]:
-        return x.q, x.k, x.v, x.o, x.do, x.pair, x.row, x.lse, x.dlse, stats, x.dq, dpair, x.order, x.starts
+        return x.q, x.k, x.v, x.o, x.do, x.pair, x.key_terms, x.lse, x.dlse, stats, x.dq, dpair, x.order, x.starts
 
     dpair = facts.parts if partial else first.sums if added else first.sums[..., :4]
     blocks = facts.clusters * chosen["cluster"]
-    launch = plan(kernel, facts.device, *arguments(first, facts.stats, dpair), facts.unit, rows.b, rows.n, blocks)
+    launch = plan(kernel, facts.device, *arguments(first, facts.stats, dpair), facts.unit, *strides, blocks)
     return lambda x, stats, parts: launch(*arguments(x, stats, parts if partial else x.sums if added else x.lse))
 
 
@@ -203,19 +196,19 @@ def _statistics(facts: Facts, first: Tensors, dlse: bool) -> Launch:
     return lambda x, stats, parts: launch(x.o, x.do, x.lse, x.dlse, stats)
 
 
-def _key(facts: Facts, first: Tensors, rows: KeyRows) -> Launch:
+def _key(facts: Facts, first: Tensors, strides: tuple[int, int], key_bias: bool) -> Launch:
     note_tiles("dkdv", block_q=ROWS, block_k=ROWS, num_stages=facts.key["stages"])
     rounds = facts.gradient is not None and facts.gradient.rounds
-    options: dict[str, Any] = {"pair": facts.pair, "row": rows.there, "bias": facts.bias, "mask_gradient": facts.needs[3]}
+    options: dict[str, Any] = {"pair": facts.pair, "key_bias": key_bias, "bias": facts.bias, "mask_gradient": facts.needs[3]}
     options |= {"rounds": rounds, "skips": facts.skips, "clears": facts.skips and facts.needs[0], "timed": facts.key_timed}
     kernel = KeyGradients(facts.dtype, facts.d, **options, **facts.key)
 
     def arguments(x: Tensors, stats: Any, sums: Any, dpair: Any) -> tuple[Any, ...]:
         pair = x.tiles if facts.streams else x.pair
-        return x.q, x.k, x.v, x.do, pair, x.row, stats, x.dk, x.dv, x.dmask, sums, dpair, x.dq, x.order, x.starts
+        return x.q, x.k, x.v, x.do, pair, x.key_terms, stats, x.dk, x.dv, x.dmask, sums, dpair, x.dq, x.order, x.starts
 
     fours = [x.view(-1, 4) for x in (first.sums, first.dpair)] if rounds else (None, None)
-    launch = plan(kernel, facts.device, *arguments(first, facts.stats, *fours), facts.unit, rows.b, rows.n, facts.key_blocks)
+    launch = plan(kernel, facts.device, *arguments(first, facts.stats, *fours), facts.unit, *strides, facts.key_blocks)
     return lambda x, stats, parts: launch(*arguments(x, stats, x.sums, x.dpair))
 
 

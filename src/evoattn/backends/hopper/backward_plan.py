@@ -6,6 +6,8 @@ gradient of q or the pair bias is wanted, `Statistics` computes them. Without a 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.backends.hopper.backward_launches import MOST_IN_32_BITS, Facts, KeyRows, Tensors, plan_launches
+from evoattn.backends.hopper.backward_launches import MOST_IN_32_BITS, Facts, Launch, Tensors, plan_launches
 from evoattn.backends.hopper.head_groups import for_each_group
 from evoattn.backends.hopper.kernels.gate import GatePass
 from evoattn.backends.hopper.kernels.key_bias import CLEARED
@@ -21,7 +23,9 @@ from evoattn.backends.hopper.kernels.pair_bias import PairBiasTiles
 from evoattn.backends.hopper.launch import note_copy, plan, types
 from evoattn.backends.hopper.memory import (
     KeyTerms,
+    PairMemory,
     Workspace,
+    addresses,
     contiguous,
     copied,
     empty_like,
@@ -33,6 +37,9 @@ from evoattn.backends.hopper.memory import (
 from evoattn.backends.hopper.tiles import ROWS, SLICE
 from evoattn.core import layouts
 from evoattn.core.inputs import Cotangents, Inputs, Outputs
+
+_HEAD_AXES = Tensors(*(2,) * 11, *(1,) * 4, *(None,) * 4)
+"""The axis of the heads of each tensor, if it has one."""
 
 
 def plan_backward(
@@ -47,106 +54,125 @@ def plan_backward(
     dq, dk and dv, in place of `layout`.
     """
     facts = Facts(q, k, mask, pair_bias, scale=scale, needs=needs, deterministic=deterministic, gated=gated)
-    (b, n, h, lq, lk), gradient, device, groups = facts.sizes, facts.gradient, facts.device, facts.groups
-    workspace = Workspace(device)
+    b, n, h, lq, lk = facts.sizes
+    workspace = Workspace(facts.device)
     terms, cleared_by_torch = _key_terms(facts, q, mask, mask_bias, workspace)
     inputs, copies = _inputs(facts, do, dlse, q, k, v, o, lse)
-
-    # The layouts of all that the launches see. An absent tensor gets another address, which is never read.
-    absent = torch.empty_strided((1, 1, lq, lk), (0, 0, 0, 1), dtype=torch.float32, device="meta")
-    shifted = shifts = shift_pair = fill_tiles = None
-    pair = absent
-    if pair_bias is not None:
-        shifted, shifts, shift_pair = plan_pair_bias(pair_bias, lq, lk, beside=q.dtype, bounded=True)
-        pair = shifted[..., :lk]
-    outputs: list[Any] = [layouts.empty(x.shape, layout, x.new_empty(0, device="meta")) for x in (q, k, v)]
+    outputs: Sequence[Any] = [layouts.empty(x.shape, layout, x.new_empty(0, device="meta")) for x in (q, k, v)]
     if into is not None:
-        outputs = list(into[:3])
-    tile_type = torch.float32 if facts.key["wide"] else q.dtype
-    tiled = torch.empty(*pair.shape[:2], facts.key_panels, facts.panels, ROWS * ROWS, dtype=tile_type, device="meta")
-    sums, dpair_like = (absent, absent) if gradient is None else (gradient.sums, gradient.layout)
-    # d(mask bias): each head leaves its part of it, in float32; heads and axes of size 1 are summed at last
-    dmask_parts = floats(b, n, h, lk)
-    dmask_like = floats(1, 1, lk) if mask_bias is None else torch.empty_like(mask_bias, device="meta")
-
-    # What the first group sees, and how many bytes further the others find the same
-    rows = KeyRows(False, 0, 0)
-    row: tuple[Any, ...] = (floats(1, 8), None)
-    by_b: tuple[Any, ...] = (None, None)
-    lists: tuple[Tensor | None, ...] = (None, None)
-    if terms is not None:
-        rows = KeyRows(True, terms.row_b, terms.row_n)
-        row, lists = (terms.terms, terms.ends), (terms.order, terms.starts)
-        by_b = tuple(map(terms.by_b, row))
-    by_head = (*((x, 2) for x in (*inputs, *outputs, dmask_parts)), *((x, 1) for x in (pair, tiled, sums, dpair_like)))
-    further = groups.further(*by_head, *((x, None) for x in (*by_b, *lists)))
-    heads = [groups.cut(x, axis) for x, axis in by_head]
-    first = Tensors(*heads, *row, *(None if x is None else x[: groups.b] for x in lists))
-    if facts.streams:
-        note_copy("pair_bias: laid out anew once a backward, to be streamed")
-        fill_tiles = plan(PairBiasTiles(facts.bias, wide=facts.key["wide"]), device, pair, tiled, facts.unit)
-    launches = plan_launches(facts, first, rows, dlse=dlse is not None)
-
+        outputs = into[:3]
     at_stats = 0 if facts.fused else workspace.add(facts.stats)
-    at_tiles = workspace.add(tiled) if fill_tiles else 0
-    at_pair, at_shifts = workspace.add(shifted), workspace.add(shifts)
+    tile = functools.partial(_plan_tiles, facts) if facts.streams else None
+    pair = plan_pair_bias(pair_bias, q, lk, workspace, bounded=True, tile=tile)
     at_parts = workspace.add(facts.parts) if facts.partial else 0
     # those of dq, dk and dv that a kernel writes and nobody wants
     written = (facts.fused or facts.has_query_kernel, *[facts.fused or facts.has_key_kernel] * 2)
-    unwanted = [workspace.add(x) if w and not need else 0 for x, need, w in zip(outputs, needs, written, strict=False)]
+    at_unwanted = [workspace.add(x) if w and not need else 0 for x, need, w in zip(outputs, needs, written, strict=False)]
 
-    def run(*tensors: Any) -> tuple[Tensor | None, Tensor | None]:
+    # The layouts of all that the launches see. An absent tensor gets another address, which is never read.
+    absent = torch.empty_strided((1, 1, lq, lk), (0, 0, 0, 1), dtype=torch.float32, device="meta")
+    pair_like = absent if pair.pair is None else pair.pair[..., :lk]
+    sums, dpair = (absent, absent) if facts.gradient is None else (facts.gradient.sums, facts.gradient.layout)
+    # d(mask bias): each head leaves its part of it, in float32; heads and axes of size 1 are summed at last
+    dmask_parts = floats(b, n, h, lk)
+    dmask = floats(1, 1, lk) if mask_bias is None else torch.empty_like(mask_bias, device="meta")
+    by_b = map(terms.by_b, (terms.terms, terms.ends))
+    tensors = (*inputs, *outputs, dmask_parts, pair_like, pair.tiles, sums, dpair, *by_b, terms.order, terms.starts)
+    first = Tensors(*map(facts.groups.cut, tensors, _HEAD_AXES))
+    first = first._replace(key_terms=floats(1, 8) if terms.terms is None else terms.terms, ends=terms.ends)
+    launches = plan_launches(facts, first, terms.strides, key_bias=terms.terms is not None, dlse=dlse is not None)
+    offsets = facts.groups.offsets(tensors, _HEAD_AXES)
+    return _Backward(
+        facts, workspace, copies, terms, cleared_by_torch, pair, dmask_parts, dmask, launches, offsets, at_stats, at_parts,
+        at_unwanted,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Backward:
+    """A planned backward: a function of its tensors that returns d(mask bias) and d(pair bias).
+
+    Args:
+        copies: of tensors whose layout the kernels cannot read, by place among the arguments.
+        cleared_by_torch: whether torch clears the sums of d(pair bias).
+        dmask_parts, dmask: the layouts of d(mask bias) of each head, and of their sum.
+        offsets: for each group of heads, how many bytes further its part of each of `Tensors` lies.
+        at_stats, at_parts, at_unwanted: places in the workspace of statistics, parts of d(pair bias), and dq, dk and dv.
+    """
+
+    facts: Facts
+    workspace: Workspace
+    copies: list[tuple[int, Callable[[Tensor], Tensor]]]
+    terms: KeyTerms
+    cleared_by_torch: bool
+    pair: PairMemory
+    dmask_parts: Tensor
+    dmask: Tensor
+    launches: list[Launch]
+    offsets: tuple[tuple[int, ...], ...]
+    at_stats: int
+    at_parts: int
+    at_unwanted: list[int]
+
+    def __call__(self, *tensors: Any) -> tuple[Tensor | None, Tensor | None]:
+        facts, gradient, device = self.facts, self.facts.gradient, self.facts.device
         if tensors[0] is None:
             tensors = (torch.zeros_like(tensors[8]), *tensors[1:])
-        if copies:
-            tensors = copied(tensors, copies)
-        memory = workspace.make()
+        if self.copies:
+            tensors = copied(tensors, self.copies)
+        memory = self.workspace.make()
         start = memory.data_ptr()
-        do, dlse, q, k, v, mask, mask_bias, pair, o, lse, _, *wanted = [None if x is None else x.data_ptr() for x in tensors]
-        dq, dk, dv = [start + at if x is None else x for x, at in zip(wanted, unwanted, strict=True)]
-        dlse = lse if dlse is None else dlse
-        if shift_pair is not None:
-            raw_pair, pair = pair, start + at_pair
-            shift_pair(raw_pair, pair, start + at_shifts)
-        pair = k if pair is None else pair
+        do, dlse, q, k, v, mask, mask_bias, raw_pair, o, lse, _, *wanted = addresses(tensors)
+        outputs = [start + at if x is None else x for x, at in zip(wanted, self.at_unwanted, strict=True)]
         sums = None if gradient is None else empty_like(gradient.sums, device)
-        dmask = empty_like(dmask_parts, device) if needs[3] else None
+        dmask = empty_like(self.dmask_parts, device) if facts.needs[3] else None
         dpair = empty_like(gradient.layout, device) if gradient is not None and gradient.rounds else None
-        to_sums, to_mask, to_pair = (None if x is None else x.data_ptr() for x in (sums, dmask, dpair))
-        if cleared_by_torch:
+        to_mask, to_sums, to_pair = addresses((dmask, sums, dpair))
+        if self.cleared_by_torch:
             sums.zero_()  # type: ignore[union-attr]
-        if fill_tiles is not None:
-            fill_tiles(pair, start + at_tiles)
+        pair, _, tiles = self.pair.make(start, raw_pair)
         # From here each kernel starts while the one before it runs: memory for all that they write is made by now. The first
         # waits for the terms where it reads them, the second for the first where it reads its statistics. Order and starts it
         # reads at once: the first lets it start only when it has waited for them.
-        made = (k, *(None,) * 4) if terms is None else terms.make(start, mask, mask_bias, to_sums)
-        keys = (*made[:2], *made[3:])  # without `deep`
-        addresses = (q, k, v, o, do, lse, dlse, dq, dk, dv, to_mask, pair, start + at_tiles, to_sums, to_pair, *keys)
-
-        def launch_group(*addresses: Any) -> None:
-            # The next group's first kernel waits for this one's last, which never says that another may start. So both may use
-            # the same statistics and parts.
-            group = Tensors(*addresses)
-            for launch in launches:
-                launch(group, start + at_stats, start + at_parts)
-
-        for_each_group(launch_group, addresses, further)
+        key_terms, ends, _, *lists = self.terms.make(start, mask, mask_bias, to_sums)
+        inputs = (q, k, v, o, do, lse, lse if dlse is None else dlse)
+        absent = (k if pair is None else pair, tiles, to_sums, to_pair, k if key_terms is None else key_terms)
+        self._launch(start, (*inputs, *outputs, to_mask, *absent, ends, *lists))
         if facts.factor != 1.0 and tensors[11] is not None:
             tensors[11].mul_(facts.factor)
         if dmask is not None:
-            dmask = dmask.sum(2).sum_to_size(dmask_like.shape).to(dmask_like.dtype)
+            dmask = dmask.sum(2).sum_to_size(self.dmask.shape).to(self.dmask.dtype)
         if gradient is not None and dpair is None:
             dpair = gradient.finish(sums)  # type: ignore[arg-type]
         return dmask, dpair
 
-    return run
+    def _launch(self, start: int, tensors: tuple[int | None, ...]) -> None:
+        """Launch the main kernels of each group.
+
+        The first kernel of a group waits for the last of the group before, which never says that another may start. So both may
+        use the same statistics and parts.
+        """
+
+        def launch_group(*group: Any) -> None:
+            for launch in self.launches:
+                launch(Tensors(*group), start + self.at_stats, start + self.at_parts)
+
+        for_each_group(launch_group, tensors, self.offsets)
+
+
+def _plan_tiles(facts: Facts, pair: Tensor) -> tuple[Tensor, Any]:
+    """Plan the tiles of a pair bias [b|1,h|1,q,k] that streams: their layout, and the launch to fill it."""
+    note_copy("pair_bias: laid out anew once a backward, to be streamed")
+    float32 = facts.key["float32_tiles"]
+    dtype = torch.float32 if float32 else pair.dtype
+    tiles = torch.empty(*pair.shape[:2], facts.key_panels, facts.panels, ROWS * ROWS, dtype=dtype, device="meta")
+    return tiles, plan(PairBiasTiles(facts.bias, float32=float32), facts.device, pair, tiles, facts.unit)
 
 
 def _key_terms(
     facts: Facts, q: Tensor, mask: Tensor | None, mask_bias: Tensor | None, workspace: Workspace
-) -> tuple[KeyTerms | None, bool]:
-    """The terms of the key-wise bias; and whether torch clears what blocks add to, since their launch does not."""
+) -> tuple[KeyTerms, bool]:
+    """The terms of the key bias; and whether torch clears what blocks add to, since their launch does not."""
     (b, n, _, _, lk), added = facts.sizes, facts.added
     keys = facts.key_panels * ROWS
     if facts.query:
@@ -155,7 +181,7 @@ def _key_terms(
     bounded = facts.pair and mask_bias is not None
     options: dict[str, Any] = {"clears": clears, "lists": facts.skips, "bounded": bounded}
     terms = plan_key_bias(mask, mask_bias, q, lk, workspace, room=keys, always=lk != keys, **options)
-    return terms, added is not None and (terms is None or clears is None)
+    return terms, added is not None and (terms.terms is None or clears is None)
 
 
 def _inputs(
@@ -239,7 +265,7 @@ def _plan_gate_pass(
     def run(cotangents: Cotangents, gate: Tensor, o: Tensor, dgate: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         gated, delta = (empty_like(x, device) if passes else None for x in (gated_like, delta_like))
         tensors = copied((o, cotangents.do, gate), copies)
-        launch(*(None if x is None else x.data_ptr() for x in (*tensors, cotangents.dlse, gated, delta, dgate)))
+        launch(*addresses((*tensors, cotangents.dlse, gated, delta, dgate)))
         return gated, delta
 
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,16 @@ from evoattn.backends.hopper.kernels.forward import Forward
 from evoattn.backends.hopper.kernels.gate import GateProduct
 from evoattn.backends.hopper.kernels.pair_bias import PairBiasTiles
 from evoattn.backends.hopper.launch import note_copy, plan, types
-from evoattn.backends.hopper.memory import Workspace, copied, floats, fold, loadable, plan_key_bias, plan_pair_bias
+from evoattn.backends.hopper.memory import (
+    Workspace,
+    addresses,
+    copied,
+    floats,
+    fold,
+    loadable,
+    plan_key_bias,
+    plan_pair_bias,
+)
 from evoattn.backends.hopper.tiles import CHAIN, FORWARD_QUERIES, HALVES, KEYS, ROWS, padded
 from evoattn.core import devices, layouts
 
@@ -27,71 +37,60 @@ def plan_forward(
     b, n, h, lq, d = q.shape
     lk, device = k.shape[3], q.device
     factor, unit = fold(scale)
-    row = mask is not None or mask_bias is not None or lk % KEYS != 0
-    wide = pair_bias is not None and pair_bias.dtype == torch.float32
-    resident = (pair_bias is None or padded(d) < 64) and lk <= CHAIN * KEYS and not wide
-    raw_pair = pair = shifts = shift_pair = tiled = fill_tiles = None
-    if pair_bias is not None:
-        raw_pair = pair_bias.expand(-1, -1, lq, lk)
-        pair, shifts, shift_pair = plan_pair_bias(pair_bias, lq, lk, beside=q.dtype, bounded=False)
-        if wide:
-            tiled, fill_tiles = _plan_tiles(pair[..., :lk], q, unit)
-    exact = pair_bias is None or wide or d == 8 or _is_exact(1.0 / unit, q.dtype)
-    variant = Forward(types[q.dtype], d, pair=pair_bias is not None, row=row, exact=exact, resident=resident, wide=wide)
-
-    panels = -(-lq // FORWARD_QUERIES)
-    processors = devices.processors(device)
-    groups = HeadGroups.of(q, None if resident else pair_bias, panels * n, processors)
-    panels *= groups.b * groups.h
-    blocks = min(processors, panels * n)
-    interleave = min(max(round(blocks / panels), 1), n)
+    key_bias = mask is not None or mask_bias is not None or lk % KEYS != 0
+    float32_pair = pair_bias is not None and pair_bias.dtype == torch.float32
+    resident = (pair_bias is None or padded(d) < 64) and lk <= CHAIN * KEYS and not float32_pair
+    exact = pair_bias is None or float32_pair or d == 8 or _is_exact(1.0 / unit, q.dtype)
+    options = {"pair": pair_bias is not None, "key_bias": key_bias, "exact": exact, "resident": resident}
+    variant = Forward(types[q.dtype], d, **options, float32_pair=float32_pair)
 
     workspace = Workspace(device)
-    terms = plan_key_bias(mask, mask_bias, q, lk, workspace, always=row, deep=pair_bias is not None)
-    at_pair, at_shifts, at_tiled = map(workspace.add, (pair, shifts, tiled))
-    read = tiled if wide else pair
+    tile = functools.partial(_plan_tiles, q=q, unit=unit) if float32_pair else None
+    pair = plan_pair_bias(pair_bias, q, lk, workspace, bounded=False, tile=tile)
+    terms = plan_key_bias(mask, mask_bias, q, lk, workspace, always=key_bias, unrounded=pair_bias is not None)
+
+    panels, processors = -(-lq // FORWARD_QUERIES), devices.processors(device)
+    groups = HeadGroups.of(q, None if resident else pair_bias, panels * n, processors)
+    panels *= groups.b * groups.h  # of a group
+    blocks = min(processors, panels * n)
+    interleave = min(max(round(blocks / panels), 1), n)
     (q, copy_q), (k, copy_k), (v, copy_v) = loadable(q, factor, "q"), loadable(k, name="k"), loadable(v, name="v")
     copies = [(i, copy) for i, copy in enumerate((copy_q, copy_k, copy_v)) if copy is not None]
     o, lse = layouts.empty((b, n, h, lq, d), layout, q.new_empty(0, device="meta")), floats(b, n, h, lq)
-    key_terms, row_steps = (None, None, None), (0, 0)
-    if terms is not None:
-        key_terms, row_steps = terms[1:4], (terms.row_b, terms.row_n)  # type: ignore[assignment]
-    by_b = [None if terms is None else terms.by_b(x) for x in key_terms]
-    tensors = (q, k, v, *by_b, raw_pair, read, o, lse, lse, shifts)
+    raw_pair = None if pair_bias is None else pair_bias.expand(-1, -1, lq, lk)
+    read = pair.tiles if float32_pair else pair.pair
+    key_terms = (terms.terms, terms.ends, terms.key_bias)
+    tensors = (q, k, v, *map(terms.by_b, key_terms), raw_pair, read, o, lse, lse, pair.references)
     axes = (2, 2, 2, None, None, None, 1, 1, 2, 2, 2, 1)  # of their heads
-    first = [x if x is None or axis is None else groups.cut(x, axis) for x, axis in zip(tensors, axes, strict=True)]
-    kernel = plan(variant, device, *first[:3], *key_terms, *first[6:], *row_steps, unit, interleave, blocks)
-    further = groups.further(*zip(tensors, axes, strict=True))
+    first = list(map(groups.cut, tensors, axes))
+    kernel = plan(variant, device, *first[:3], *key_terms, *first[6:], *terms.strides, unit, interleave, blocks)
+    offsets = groups.offsets(tensors, axes)
 
     def run(*tensors: Any) -> None:
         if copies:
             tensors = copied(tensors, copies)
-        q, k, v, mask, mask_bias, raw_pair, o, lse, reference = [None if x is None else x.data_ptr() for x in tensors]
-        start, pair = 0, None
+        q, k, v, mask, mask_bias, raw_pair, o, lse, reference = addresses(tensors)
+        start = 0
         if workspace.bytes:
             memory = workspace.make()
             start = memory.data_ptr()
-        if shift_pair is not None:
-            pair = start + at_pair
-            shift_pair(raw_pair, pair, start + at_shifts)
-        if fill_tiles is not None:
-            fill_tiles(pair, start + at_tiled)
-            pair = start + at_tiled
+        read, references, tiles = pair.make(start, raw_pair)
         # The kernel starts while this runs, and only its producers wait for it: a pair bias for shared memory has to be there.
-        keys = (None, None, None) if terms is None else terms.make(start, mask, mask_bias)[:3]
-        for_each_group(kernel, (q, k, v, *keys, raw_pair, pair, o, lse, reference, start + at_shifts), further)
+        keys = terms.make(start, mask, mask_bias)[:3]
+        read = tiles if float32_pair else read
+        for_each_group(kernel, (q, k, v, *keys, raw_pair, read, o, lse, reference, references), offsets)
 
     return run
 
 
-def _plan_tiles(pair: Tensor, q: Tensor, unit: float) -> tuple[Tensor, Any]:
+def _plan_tiles(pair: Tensor, *, q: Tensor, unit: float) -> tuple[Tensor, Any]:
     """Plan the tiles of a float32 pair bias [b|1,h|1,q,k], as accumulators hold it: their layout, and the launch to fill it."""
     note_copy("pair_bias: in float32, laid out anew once a forward, to be streamed")
     panels, blocks = -(-pair.shape[2] // FORWARD_QUERIES), -(-pair.shape[3] // KEYS)
     tiled = floats(*pair.shape[:2], HALVES * panels, blocks, ROWS * KEYS)
     if q.shape[-1] == 8:  # 1 / scale is rounded there
         unit = 1.0 / torch.tensor(1.0 / unit, dtype=torch.float32).to(q.dtype).item()
-    return tiled, plan(PairBiasTiles(types[torch.float32], wide=True), q.device, pair.transpose(2, 3), tiled, unit)
+    return tiled, plan(PairBiasTiles(types[torch.float32], float32=True), q.device, pair.transpose(2, 3), tiled, unit)
 
 
 def _is_exact(x: float, dtype: torch.dtype) -> bool:

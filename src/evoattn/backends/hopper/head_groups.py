@@ -8,7 +8,7 @@ of the same tensors. Where the pair bias stays in shared memory this gains nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -44,17 +44,19 @@ class HeadGroups(NamedTuple):
             group_b = divisor(b, -(-least // h)) if group_h == h else 1
         return cls(group_b, group_h, tuple((x, y) for x in range(0, b, group_b) for y in range(0, h, group_h)))
 
-    def cut(self, x: Tensor, heads: int) -> Tensor:
-        """The part of the first group of a tensor [b|1,...], whose axis `heads` is of the heads, or of size 1."""
-        return x[: self.b].narrow(heads, 0, min(self.h, x.shape[heads]))
+    def cut(self, x: Tensor | None, heads: int | None) -> Tensor | None:
+        """The part of the first group of a tensor [b|1,...], whose axis `heads` is of the heads, or of size 1, or None."""
+        if x is None:
+            return None
+        return x[: self.b] if heads is None else x[: self.b].narrow(heads, 0, min(self.h, x.shape[heads]))
 
-    def further(self, *tensors: tuple[Tensor | None, int | None]) -> tuple[tuple[int, ...], ...]:
-        """For each group, how many bytes further its part of a tensor [b|1,...] lies; with each goes the axis of its heads."""
+    def offsets(self, tensors: Iterable[Tensor | None], axes: Iterable[int | None]) -> tuple[tuple[int, ...], ...]:
+        """For each group, the bytes from the start of a tensor [b|1,...] to its part; `axes`: those of the heads."""
 
         def step(x: Tensor | None, axis: int | None) -> int:
             return 0 if x is None or axis is None or x.shape[axis] == 1 else x.stride(axis) * x.element_size()
 
-        steps = [(step(x, 0), step(x, heads)) for x, heads in tensors]
+        steps = [(step(x, 0), step(x, heads)) for x, heads in zip(tensors, axes, strict=True)]
         return tuple(tuple(b * by_b + h * by_h for by_b, by_h in steps) for b, h in self.starts)
 
 
@@ -63,15 +65,10 @@ def divisor(count: int, least: int) -> int:
     return next((x for x in range(max(least, 1), count) if count % x == 0), count)
 
 
-def moved(addresses: Iterable[int | None], further: Iterable[int]) -> list[int | None]:
-    """Addresses so many bytes further; None stays None."""
-    return [None if address is None else address + more for address, more in zip(addresses, further, strict=True)]
-
-
-def for_each_group(launch: Callable[..., Any], addresses: tuple[int | None, ...], further: tuple[tuple[int, ...], ...]) -> None:
-    """`launch` for each group, with its addresses; where there is one, they are what they are."""
-    if len(further) == 1:
+def for_each_group(launch: Callable[..., Any], addresses: Sequence[int | None], offsets: tuple[tuple[int, ...], ...]) -> None:
+    """`launch` for each group with the addresses of its parts; an absent one stays None."""
+    if len(offsets) == 1:
         launch(*addresses)
-    else:
-        for steps in further:
-            launch(*moved(addresses, steps))
+        return
+    for group in offsets:
+        launch(*(None if address is None else address + offset for address, offset in zip(addresses, group, strict=True)))

@@ -51,50 +51,88 @@ def empty_like(layout: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=device)
 
 
-def plan_pair_bias(
-    pair_bias: Tensor, queries: int, keys: int, *, beside: torch.dtype, bounded: bool
-) -> tuple[Tensor, Tensor, Any]:
-    """The layouts of a pair bias [b|1,h|1,q|1,k|1] that is measured from `PairBias`' shifts, and of these; and the launch.
+def addresses(tensors: Iterable[Tensor | None]) -> list[int | None]:
+    """The addresses of tensors; None stays None."""
+    return [None if x is None else x.data_ptr() for x in tensors]
 
-    Its lines of keys have a multiple of 8, zero past the last key.
+
+class PairMemory(NamedTuple):
+    """The launches that lay out a pair bias for the kernels, once a pass, and the layouts of what they write.
+
+    Args:
+        make: a function of the addresses of a call's workspace and of the pair bias. It returns those of the three others.
+        pair: [b|1,h|1,q,k], measured from the references. Lines of keys have a multiple of 8, zero past the last key.
+        references: float32 [b|1,h|1,q].
+        tiles: the same as tiles that stream, if they were asked for.
     """
+
+    make: Callable[[int, int | None], tuple[int | None, ...]]
+    pair: Tensor | None = None
+    references: Tensor | None = None
+    tiles: Tensor | None = None
+
+
+def plan_pair_bias(
+    pair_bias: Tensor | None,
+    q: Tensor,
+    keys: int,
+    workspace: Workspace,
+    *,
+    bounded: bool,
+    tile: Callable[[Tensor], tuple[Tensor, Any]] | None,
+) -> PairMemory:
+    """Plan what the kernels read of a pair bias [b|1,h|1,q|1,k|1]; nothing if there is none.
+
+    bounded: as `PairBias` has it. tile: makes the layout of tiles, and their launch, of the layout of the pair bias.
+    """
+    if pair_bias is None:
+        return PairMemory(lambda start, pair: (None, None, None))
     note_copy("pair_bias: laid out anew once a pass, measured from the largest of each query")
-    pair = pair_bias.expand(-1, -1, queries, keys)  # one query or key is read along all of them
+    pair = pair_bias.expand(-1, -1, q.shape[3], keys)  # one query or key is read along all of them
     out = pair_bias.new_empty((*pair.shape[:3], -(-keys // 8) * 8), device="meta")
-    shifts = floats(*pair.shape[:3])
+    references = floats(*pair.shape[:3])
     aligned = pair_bias.shape[3] == keys and keys % 8 == 0 and is_aligned(pair_bias)
     width = 16 // pair_bias.element_size() if aligned else 1
-    kernel = PairBias(types[pair_bias.dtype], width, beside=types[beside], bounded=bounded)
-    return out, shifts, plan(kernel, pair_bias.device, pair, out, shifts)
+    kernel = PairBias(types[pair_bias.dtype], width, beside=types[q.dtype], bounded=bounded)
+    subtract = plan(kernel, pair_bias.device, pair, out, references)
+    tiles, fill_tiles = (None, None) if tile is None else tile(out[..., :keys])
+    at_tiles, at_pair, at_references = map(workspace.add, (tiles, out, references))
+
+    def make(start: int, pair: int | None) -> tuple[int, int, int]:
+        subtract(pair, start + at_pair, start + at_references)
+        if fill_tiles is not None:
+            fill_tiles(start + at_pair, start + at_tiles)
+        return start + at_pair, start + at_references, start + at_tiles
+
+    return PairMemory(make, out, references, tiles)
 
 
 class KeyTerms(NamedTuple):
-    """The launch that makes the terms of a key-wise bias, once a call, and the layouts of what it writes.
+    """The launch that makes the terms of a key bias, once a pass, and the layouts of what it writes; None if it does not.
 
     Args:
         make: a function of the addresses of a call's workspace, mask, mask_bias, and what to clear if it clears anything. It
-            returns the addresses of terms, ends, deep, order and starts.
+            returns the addresses of terms, ends, key_bias, order and starts.
         terms: [r, keys * TERMS].
         ends: the number of keys of each row up to the last that is not masked, int32 [r].
-        deep: [r, keys], if it was asked for.
-        row_b, row_n: how far r goes from one b, and one n, to the next.
+        key_bias: [r, keys], if it was asked for.
         order, starts: as in `lib.live_rows`, if they were asked for.
+        strides: how far r goes from one b, and one n, to the next.
     """
 
-    make: Callable[..., tuple[int, ...]]
-    terms: Tensor
-    ends: Tensor
-    deep: Tensor | None
-    row_b: int
-    row_n: int
-    order: Tensor | None
-    starts: Tensor | None
+    make: Callable[..., tuple[int | None, ...]]
+    terms: Tensor | None = None
+    ends: Tensor | None = None
+    key_bias: Tensor | None = None
+    order: Tensor | None = None
+    starts: Tensor | None = None
+    strides: tuple[int, int] = (0, 0)
 
     def by_b(self, x: Tensor | None) -> Tensor | None:
-        """The terms, ends or deep, [r,...], as [b|1,n|1,...]."""
+        """The terms, ends or key_bias, [r,...], as [b|1,n|1,...]."""
         if x is None:
             return None
-        return x.unflatten(0, (-1, self.row_b)) if self.row_b else x[None]
+        return x.unflatten(0, (-1, self.strides[0])) if self.strides[0] else x[None]
 
 
 def plan_key_bias(
@@ -108,17 +146,17 @@ def plan_key_bias(
     always: bool,
     clears: Tensor | None = None,
     lists: bool = False,
-    deep: bool = False,
+    unrounded: bool = False,
     bounded: bool = False,
-) -> KeyTerms | None:
-    """The terms of a key-wise bias for at least `room` keys; None if there is none and `always` is False.
+) -> KeyTerms:
+    """Plan the terms of a key bias for at least `room` keys; nothing if there is none and `always` is False.
 
     clears: the layout of float32 memory that the same launch clears.
     lists: whether it lists the rows that the mask leaves to each panel of keys.
-    deep, bounded: as `KeyBias` has them.
+    unrounded, bounded: as `KeyBias` has them.
     """
     if mask is None and mask_bias is None and not always:
-        return None
+        return KeyTerms(lambda *_: (None,) * 5)
     bias_type = None if mask_bias is None else types[mask_bias.dtype]
     batches, rows = (max((x.shape[axis] for x in (mask, mask_bias) if x is not None), default=1) for axis in (0, 1))
     terms = torch.empty(batches * rows, -(-max(lk, room) // KEYS) * KEYS * TERMS, dtype=q.dtype, device="meta")
@@ -129,18 +167,18 @@ def plan_key_bias(
         b, n = q.shape[:2]
         order = torch.empty(b, 2, n, dtype=torch.int32, device="meta")
         starts = torch.empty(b, -(-lk // KEYS) + 2, dtype=torch.int32, device="meta")
-    deep_bias = floats(batches * rows, lk) if deep else None
-    options = {"clears": clears is not None, "lists": lists, "deep": deep, "bounded": bounded}
+    key_bias = floats(batches * rows, lk) if unrounded else None
+    options = {"clears": clears is not None, "lists": lists, "unrounded": unrounded, "bounded": bounded}
     variant = KeyBias(types[q.dtype], mask=mask is not None, bias=bias_type, **options)
-    kernel = plan(variant, q.device, mask, mask_bias, terms, ends, deep_bias, cleared, order, starts, lk, rows)
-    at_order, at_starts, at_deep, at_terms, at_ends = map(workspace.add, (order, starts, deep_bias, terms, ends))
+    kernel = plan(variant, q.device, mask, mask_bias, terms, ends, key_bias, cleared, order, starts, lk, rows)
+    at_order, at_starts, at_key_bias, at_terms, at_ends = map(workspace.add, (order, starts, key_bias, terms, ends))
 
     def make(start: int, mask: int | None, mask_bias: int | None, cleared: int | None = None) -> tuple[int, ...]:
-        addresses = (start + at_terms, start + at_ends, start + at_deep, start + at_order, start + at_starts)
-        kernel(mask, mask_bias, *addresses[:3], cleared, *addresses[3:])
-        return addresses
+        written = (start + at_terms, start + at_ends, start + at_key_bias, start + at_order, start + at_starts)
+        kernel(mask, mask_bias, *written[:3], cleared, *written[3:])
+        return written
 
-    return KeyTerms(make, terms, ends, deep_bias, rows if batches > 1 else 0, int(rows > 1), order, starts)
+    return KeyTerms(make, terms, ends, key_bias, order, starts, (rows if batches > 1 else 0, int(rows > 1)))
 
 
 def is_aligned(x: Tensor) -> bool:

@@ -126,7 +126,7 @@ def query_sums(channels: int, pair: bool, groups: int, slices: int, cluster: int
 
 
 def query_shared(channels: int, pair: bool, groups: int, slices: int, stage: int, stages: int, cluster: int) -> int:
-    """Bytes of shared memory of `QueryGradients`, with a key-wise bias."""
+    """Bytes of shared memory of `QueryGradients`, with a key bias."""
     across = padded(channels)
     keys = groups * stages * stage * 32
     warp_sums_dq = query_sums(channels, pair, groups, slices, cluster)
@@ -136,12 +136,16 @@ def query_shared(channels: int, pair: bool, groups: int, slices: int, stage: int
     return rows + keys * (2 * across * 2 + 16) + panel + sums + 256 + (2 * groups * stages + 6) * 8
 
 
-def key_variant(channels: int, queries: int, pair: bool, skips: bool = False, *, exact: bool = False) -> dict[str, Any]:
-    """blocks, ring, wide, streams, stages, own_tiles for `queries` queries of `channels`; `exact`: the pair bias is float32."""
+def key_variant(channels: int, queries: int, pair: bool, skips: bool = False, *, float32_pair: bool = False) -> dict[str, Any]:
+    """blocks, ring, float32_tiles, streams, stages, own_tiles for `queries` queries. `float32_pair`: that of the pair bias."""
     streams = 3 if channels <= 48 else 2
-    stays: dict[str, Any] = {"blocks": -(-queries // 64) if pair else 0, "ring": 0, "wide": False}
+    stays: dict[str, Any] = {"blocks": -(-queries // 64) if pair else 0, "ring": 0, "float32_tiles": False}
     # 48 channels wait for L2: they take the pair bias as it is, in half the bytes, and convert it; in float32 fewer tiles fit
-    passes: dict[str, Any] = {"blocks": 0, "ring": 3 if exact and channels == 48 else 4, "wide": exact or channels != 48}
+    passes: dict[str, Any] = {
+        "blocks": 0,
+        "ring": 3 if float32_pair and channels == 48 else 4,
+        "float32_tiles": float32_pair or channels != 48,
+    }
     least = 2 if channels <= 48 else 3  # stages that what stays has to leave room for
     wanted = [(stays, stages) for stages in range(4, least - 1, -1)] + [(passes, stages) for stages in (4, 3, 2)]
     variants = ({**panel, "streams": streams, "stages": stages} for panel, stages in wanted)
@@ -157,7 +161,7 @@ def key_shared(
     *,
     blocks: int,
     ring: int,
-    wide: bool,
+    float32_tiles: bool,
     streams: int,
     stages: int,
     own_tiles: bool = False,
@@ -166,7 +170,9 @@ def key_shared(
     across = padded(channels)
     stage = 2 * 64 * across * 2 + 4 * 64 * 4
     row = 2 * 64 * across * 2 + (1 + own_tiles) * 4 * 16 * across * 2
-    bias = blocks * 16384 + (ring * (64 * 64 * (4 if wide else 2) + 16) if ring else 144)  # an empty ring has its place too
+    bias = blocks * 16384 + (
+        ring * (64 * 64 * (4 if float32_tiles else 2) + 16) if ring else 144
+    )  # an empty ring has its place too
     return bias + streams * (stages * (stage + 16) + row + 32) + skips * 16 * across * 2
 
 
@@ -198,9 +204,9 @@ def skips_rows(
     channels: int,
     sizes: tuple[int, int, int, int, int],
     *,
-    exact: bool = False,
+    float32_pair: bool = False,
 ) -> bool:
-    """Return whether the two kernels skip masked rows; sizes are b, n, h, q, k; `exact`: the pair bias is float32.
+    """Return whether the two kernels skip masked rows; sizes are b, n, h, q, k; `float32_pair`: the pair bias is float32.
 
     They do not where a tile of zeros would take a stage: with 48 channels and no pair bias.
     """
@@ -208,7 +214,9 @@ def skips_rows(
     listed = n <= _MOST_ROWS_TO_LIST and b <= _MOST_BATCHES_TO_LIST and keys <= KEYS * MOST_PANELS
     if not (mask and any(needs[1:4]) and listed and math.prod(sizes) >= _LEAST_SCORES_TO_SKIP):
         return False
-    return key_variant(channels, queries, pair, True, exact=exact) == key_variant(channels, queries, pair, exact=exact)
+    return key_variant(channels, queries, pair, True, float32_pair=float32_pair) == key_variant(
+        channels, queries, pair, float32_pair=float32_pair
+    )
 
 
 def fused_shared(channels: int, tiles: int) -> int:

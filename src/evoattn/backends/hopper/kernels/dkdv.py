@@ -3,7 +3,7 @@
 A persistent block owns a panel, 64 keys of one (b, h), and loops over rows n in two or three streams, a warpgroup each. It
 works on transposed scores, [k,q], so that dk and dv of a row stay in registers. The pair bias of a panel stays in shared memory
 in float32, as the accumulators hold it, or streams, a tile for all streams; q, do and the statistics of each query stream. What
-a query brings, -lse and -delta, comes by products too: eight channels of it meet the key-wise bias, or constants (table
+a query brings, -lse and -delta, comes by products too: eight channels of it meet the key bias, or constants (table
 in `dkdv_consumer.load_keys`).
 """
 
@@ -31,13 +31,15 @@ from evoattn.backends.hopper.lib.schedule import share
 from evoattn.backends.hopper.tiles import QUERIES, ROWS, padded
 
 
-class KeyArguments(namedtuple("KeyArguments", "q k pair row stats dmask added dpair order starts scale row_b row_n")):
+class KeyArguments(
+    namedtuple("KeyArguments", "mQ mK mPair mTerms mStats mdMask mSums mdPair mOrder mStarts scale stride_b stride_n")
+):
     """The arguments of the kernel, but for the tensors that the copy engine alone reads and writes: v, dO, dk, dv and dq.
 
-    q, k: [b,n,h,l,d]. pair: the pair bias, [b|1,h|1,q,k]; or if it streams, [b|1,h|1,tiles of k,tiles of q,64 * 64].
-    row, stats: as in `QueryArguments`. dmask: float32 [b,n,h,k], each head's part of the gradient of the mask bias, or None.
-    added: float32 [fours, 4], the gradient of the pair bias as `QueryGradients` has summed it, or None. dpair: [fours, 4], the
-    same in its final dtype, or None. order, starts: [b,2,n] and [b, panels + 2], as in `live_rows`, or None.
+    mQ, mK: [b,n,h,l,d]. mPair: the pair bias, [b|1,h|1,q,k]; or if it streams, [b|1,h|1,tiles of k,tiles of q,64 * 64].
+    mTerms, mStats: as in `QueryArguments`. mdMask: float32 [b,n,h,k], each head's part of d(mask bias), or None. mSums: float32
+    [fours, 4], d(pair bias) as `QueryGradients` has summed it, or None. mdPair: [fours, 4], the same in its final dtype, or
+    None. mOrder, mStarts: [b,2,n] and [b, panels + 2], as in `live_rows`, or None.
     """
 
 
@@ -48,8 +50,8 @@ class KeyGradients(Kernel):
     dtype: Any  # cutlass type of q, k and v
     channels: int  # D
     _: dataclasses.KW_ONLY
-    pair: bool  # whether there is a pair bias, a key-wise bias
-    row: bool
+    pair: bool  # whether there is a pair bias
+    key_bias: bool  # whether there is a key bias
     bias: Any = None  # cutlass type of the pair bias, if it is not dtype
     mask_gradient: bool = False  # whether the gradient of the mask bias is wanted
     # whether a warp that has nothing to bring in rounds d(pair bias), which `QueryGradients` added up in float32, to dtype.
@@ -59,7 +61,7 @@ class KeyGradients(Kernel):
     # blocks of 64 queries whose pair bias fits in shared memory: the longest length it takes, where there is one.
     blocks: int = 6
     ring: int = 0  # tiles of a pair bias that streams instead, laid out by `PairBiasTiles`, and takes any length
-    wide: bool = False  # whether those are float32, as the accumulators hold it
+    float32_tiles: bool = False  # whether those are float32, as the accumulators hold it
     streams: int = 3  # rows n at a time, stages of each
     stages: int = 3
     # whether blocks count the time in which they change to another panel (`schedule`), where the pair bias stays.
@@ -88,15 +90,15 @@ class KeyGradients(Kernel):
     @property
     def tile(self) -> Any:
         """Type of the tiles of a pair bias that streams."""
-        return Float32 if self.wide else self.dtype
+        return Float32 if self.float32_tiles else self.dtype
 
     @property
-    def leaving(self) -> int:
-        """Tiles of 16 keys that dk and dv leave from."""
+    def output_tiles(self) -> int:
+        """Tiles of 16 keys in shared memory that dk and dv are copied from."""
         return self.streams * 4 * (2 if self.own_tiles else 1)
 
     @property
-    def run_on(self) -> int:
+    def overlapped(self) -> int:
         """Slices of a stage whose products for dk and dv run on in the next slice's arithmetic.
 
         That takes registers, and, after the last of a stage, a stage that is given back later.
@@ -109,24 +111,21 @@ class KeyGradients(Kernel):
             k_major(self.dtype, ROWS, padded(self.channels), 2 * self.streams),  # k, v of a row
             k_major(self.dtype, QUERIES, padded(self.channels), n),  # q and do
             mn_major(self.dtype, padded(self.channels), QUERIES, n),  # the same as right sides of dS^T q and P^T do
-            k_major(self.dtype, 16, padded(self.channels), self.leaving + self.skips),  # dk, dv, a warp's rows; zeros
+            k_major(self.dtype, 16, padded(self.channels), self.output_tiles + self.skips),  # dk, dv, a warp's rows; zeros
         )
 
     @cute.jit
     def __call__(
-        self, q, k, v, do, pair, row, stats, dk, dv, dmask, added, dpair, dq, order, starts, scale, row_b, row_n, blocks,
-        stream: cuda.CUstream,
+        self, mQ, mK, mV, mdO, mPair, mTerms, mStats, mdK, mdV, mdMask, mSums, mdPair, mdQ, mOrder, mStarts, scale,
+        stride_b, stride_n, blocks, stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch the kernel; `KeyArguments` explains the tensors.
-
-        dq: in it the rows that `QueryGradients` leaves out are set to zero; or None.
-        """
+        """Launch the kernel; `KeyArguments` explains the tensors. mdQ: dq, of which skipped rows are set to zero; or None."""
         lk, lq, _, lo = self.layouts()
-        tma_K, tma_V = (load_tma(x, lk, (ROWS, padded(self.channels))) for x in (k, v))
-        tma_Q, tma_dO = (load_tma(x, lq, (QUERIES, padded(self.channels))) for x in (q, do))
-        tma_dK, tma_dV = (store_tma(x, lo, (16, padded(self.channels))) for x in (dk, dv))
-        tma_dQ = store_tma(dq, lo, (16, padded(self.channels))) if const_expr(self.clears) else tma_dK
-        args = KeyArguments(q, k, pair, row, stats, dmask, added, dpair, order, starts, scale, row_b, row_n)
+        tma_K, tma_V = (load_tma(x, lk, (ROWS, padded(self.channels))) for x in (mK, mV))
+        tma_Q, tma_dO = (load_tma(x, lq, (QUERIES, padded(self.channels))) for x in (mQ, mdO))
+        tma_dK, tma_dV = (store_tma(x, lo, (16, padded(self.channels))) for x in (mdK, mdV))
+        tma_dQ = store_tma(mdQ, lo, (16, padded(self.channels))) if const_expr(self.clears) else tma_dK
+        args = KeyArguments(mQ, mK, mPair, mTerms, mStats, mdMask, mSums, mdPair, mOrder, mStarts, scale, stride_b, stride_n)
         self.kernel(tma_K, tma_V, tma_Q, tma_dO, tma_dK, tma_dV, tma_dQ, args).launch(
             grid=(blocks, 1, 1), block=((self.streams + 1) * 128, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
@@ -139,48 +138,48 @@ class KeyGradients(Kernel):
         new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
         sQ, sdO, sK = new(lq), new(lq), new(lk)
         # Not at the end: a product reads their 8 channels twice, where memcheck sees it read 16 that lie side by side.
-        sS = smem.allocate_array(Float32, buffers * TILE, byte_alignment=128)
-        sX = new(lo)
+        sStats = smem.allocate_array(Float32, buffers * TILE, byte_alignment=128)
+        sOut = new(lo)
         sQt, sdOt = cute.make_tensor(sQ.iterator, lqt.outer), cute.make_tensor(sdO.iterator, lqt.outer)
-        panel: Any = (
+        sPair: Any = (
             smem.allocate_tensor(Float32, cute.make_layout((4, 128, 8 * self.blocks), stride=(1, 4, 512)), 128)
             if const_expr(self.resident)
             else None
         )
-        sP = smem.allocate_array(self.tile, RG * ROWS * QUERIES if self.streamed else 8, byte_alignment=128)
-        tiles = cute.make_tensor(sP, cute.make_layout((4, 128, 8, max(RG, 1)), stride=(1, 4, 512, ROWS * QUERIES)))
+        pair_ring = smem.allocate_array(self.tile, RG * ROWS * QUERIES if self.streamed else 8, byte_alignment=128)
+        sPairTiles = cute.make_tensor(pair_ring, cute.make_layout((4, 128, 8, max(RG, 1)), stride=(1, 4, 512, ROWS * QUERIES)))
         queries, keys = (Ring.allocate(smem, stages, sleeps=True) for stages in (buffers, NS))
-        row_numbers = cute.make_tensor(smem.allocate_array(Int32, 4 * NS), cute.make_layout((4, NS)))  # rows n, see `produce`
+        sRows = cute.make_tensor(smem.allocate_array(Int32, 4 * NS), cute.make_layout((4, NS)))  # rows n, see `produce`
         rings = consumer.KeyRings(queries, keys, Ring.allocate(smem, RG, sleeps=True))
-        shared = consumer.KeyShared(sQ, sdO, sQt, sdOt, sS, sK, sX, panel, tiles)
-        return shared, sS, sP, rings, row_numbers
+        shared = consumer.KeyShared(sQ, sdO, sQt, sdOt, sStats, sK, sOut, sPair, sPairTiles)
+        return shared, sStats, pair_ring, rings, sRows
 
     @cute.kernel
     def kernel(self, tma_K, tma_V, tma_Q, tma_dO, tma_dK, tma_dV, tma_dQ, args):
         """The roles of a block's warps, after its shared memory and its share of the work."""
         D, NS = padded(self.channels), self.streams
         registers = {3: (160, 32), 2: (240, 24)}[NS]  # of a consumer's thread, and of a producer's
-        B, N, H, LQ, _ = args.q.shape
-        LK = args.k.shape[3]
+        B, N, H, LQ, _ = args.mQ.shape
+        LK = args.mK.shape[3]
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
-        wid = arch.make_warp_uniform(arch.warp_idx())
+        warp_idx = arch.make_warp_uniform(arch.warp_idx())
         lane = arch.lane_idx()
-        shared, sS, sP, rings, row_numbers = self.allocate()
+        shared, sStats, pair_ring, rings, sRows = self.allocate()
         if tid == 0:
             rings.queries.initialize(consumers=4)
             rings.keys.initialize(consumers=4)
             rings.bias.initialize(consumers=NS * 4)
         arch.mbarrier_init_fence()
         if const_expr(self.skips):
-            fill_zeros(shared.sX[None, None, self.leaving], tid, (NS + 1) * 128)
+            fill_zeros(shared.sOut[None, None, self.output_tiles], tid, (NS + 1) * 128)
         inverse = Float32(1.0) / args.scale
         arch.sync_threads()
         # ---- work: an equal share of the time that all (panel, n) take
         NK = (LK + ROWS - 1) // ROWS
         NT = (LQ + QUERIES - 1) // QUERIES
-        sizes, live = (B, N, H, NK), (args.order, args.starts)
+        sizes, live = (B, N, H, NK), (args.mOrder, args.mStarts)
         total, change, skips_rows = line_time(self, live, sizes, blocks)
         each = cutlass.max(Int32(share(total, blocks)), 1)
         begin = Int32(cutlass.min(Int64(bid) * each, total))
@@ -188,36 +187,42 @@ class KeyGradients(Kernel):
 
         copy_K, copy_V = (TmaTiles.of(x, (ROWS, D), shared.sK) for x in (tma_K, tma_V))
         copy_Q, copy_dO = TmaTiles.of(tma_Q, (QUERIES, D), shared.sQ), TmaTiles.of(tma_dO, (QUERIES, D), shared.sdO)
-        copy_dK, copy_dV, copy_dQ = (TmaTiles.of(x, (16, D), shared.sX) for x in (tma_dK, tma_dV, tma_dQ))
-        if wid >= NS * 4:
+        copy_dK, copy_dV, copy_dQ = (TmaTiles.of(x, (16, D), shared.sOut) for x in (tma_dK, tma_dV, tma_dQ))
+        span = (begin, end, bid, each, change)
+        if warp_idx >= NS * 4:
             # ================= producers: a warp a stream, one for a pair bias that streams
             arch.setmaxregister_decrease(registers[1])
-            s = wid - NS * 4
+            producer = warp_idx - NS * 4
             busy = (NS + int(self.streamed)) % 4  # the others clear what is left out; if there are none, all do it at last
-            span = (begin, end, bid, each, change)
-            if s < NS:
+            if producer < NS:
                 copies = (copy_K, copy_V, copy_Q, copy_dO)
-                produce(self, s, args, span, sizes, skips_rows, sS, rings, copies, NT, lane, row_numbers[None, s])
+                produce(self, producer, args, span, sizes, skips_rows, sStats, rings, copies, NT, lane, sRows[None, producer])
             elif const_expr(self.streamed):
-                if s == NS:
-                    produce_bias(self, args, span, sizes, sP, rings.bias, NT, lane)
+                if producer == NS:
+                    produce_bias(self, args, span, sizes, pair_ring, rings.bias, NT, lane)
             if const_expr(self.skips):
-                if s >= busy and skips_rows:
+                if producer >= busy and skips_rows:
                     clears = ((copy_dK, copy_dV), copy_dQ if const_expr(self.clears) else None, (LQ + 15) // 16)
                     warps = 4 - busy
                     clear_skipped(
-                        self, live, sizes, self.leaving, clears, args.dmask, bid * warps + 3 - s, blocks * warps, lane
+                        self,
+                        live,
+                        sizes,
+                        self.output_tiles,
+                        clears,
+                        args.mdMask,
+                        bid * warps + 3 - producer,
+                        blocks * warps,
+                        lane,
                     )
             if const_expr(self.rounds):
-                if s == 3:
-                    round_gradient(self, args.added, args.dpair, bid, blocks, lane)
+                if producer == 3:
+                    round_gradient(self, args.mSums, args.mdPair, bid, blocks, lane)
         else:
             # ================= consumers
             arch.setmaxregister_increase(registers[0])
-            stretch, stores = (begin, end, change), (copy_dK, copy_dV)
-            consumer.consume(
-                self, args, stretch, sizes, (LQ, LK), shared, rings, row_numbers, stores, inverse, NT, tid, wid, lane
-            )
+            thread, stores = (tid, warp_idx, lane), (copy_dK, copy_dV)
+            consumer.consume(self, args, span, sizes, (LQ, LK), shared, rings, sRows, stores, inverse, NT, thread)
 
     def arguments(self) -> tuple[Any, ...]:
         B, N, H, LQ, LK, words, fours = sizes(7)
@@ -236,11 +241,11 @@ class KeyGradients(Kernel):
 
 
 @cute.jit
-def round_gradient(variant, added: cute.Tensor, dpair: cute.Tensor, bid: Int32, blocks: Int32, lane: Int32):
+def round_gradient(variant, mSums: cute.Tensor, mdPair: cute.Tensor, bid: Int32, blocks: Int32, lane: Int32):
     """Round this block's part of d(pair bias), once `QueryGradients` is through."""
     arch.griddepcontrol_wait()
-    for x in cutlass.range(bid * 32 + lane, added.shape[0], blocks * 32, unroll=4):
-        exact, rounded = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, variant.dtype)
-        cute.autovec_copy(added[x, None], exact)
-        rounded.store(exact.load().to(variant.dtype))
-        cute.autovec_copy(rounded, dpair[x, None])
+    for x in cutlass.range(bid * 32 + lane, mSums.shape[0], blocks * 32, unroll=4):
+        sums, rounded = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, variant.dtype)
+        cute.autovec_copy(mSums[x, None], sums)
+        rounded.store(sums.load().to(variant.dtype))
+        cute.autovec_copy(rounded, mdPair[x, None])

@@ -1,4 +1,8 @@
-"""A consumer warpgroup of `KeyGradients`: 64 keys and 32 queries at a time. `FusedGradients` shares its products."""
+"""A consumer warpgroup of `KeyGradients`. `FusedGradients` shares its products.
+
+It owns 64 keys of each panel of its block. It loops over the rows n of its stream, and 32 queries at a time. It writes dk, dv
+and its head's part of d(mask bias) of each row.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.kernels.statistics import TILE, delta_units, step_of
-from evoattn.backends.hopper.lib.copies import store_rows
+from evoattn.backends.hopper.lib.copies import store_accumulator
 from evoattn.backends.hopper.lib.live_rows import next_panel
 from evoattn.backends.hopper.lib.primitives import (
     exp2,
@@ -32,16 +36,19 @@ from evoattn.core.numerics import LOG2E
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
 
-class KeyOperands(namedtuple("KeyOperands", "acc_S acc_dP acc_dK acc_dV tSrK tdPrV tSrA tdPrA tSrQ tdPrdO tdKrQ tdVrdO tSrB")):
+class KeyOperands(
+    namedtuple("KeyOperands", "acc_S acc_dP acc_dK acc_dV tSrK tdPrV tSrKeyTerms tdPrUnits tSrQ tdPrdO tdKrQ tdVrdO "
+        "tSrStats")
+):  # fmt: skip
     """Accumulators of the transposed S and dP, and of dk and dv, and the operands of their products as fragments of a thread.
 
-    tSrK, tSrQ; tdPrV, tdPrdO; tdKrQ; tdVrdO: of K Q^T, V dO^T, dS^T Q and P^T dO. tSrA, tdPrA: what meets the statistics of the
-    queries, tSrB, in S and dP.
+    tSrK, tSrQ; tdPrV, tdPrdO; tdKrQ; tdVrdO: of K Q^T, V dO^T, dS^T Q and P^T dO. tSrKeyTerms, tdPrUnits: what meets the
+    statistics of the queries, tSrStats, in S and dP.
     """
 
 
 class KeyRow(namedtuple("KeyRow", "copy source terms")):
-    """The copy of a row's k and v into registers, and the terms of the key-wise bias of a thread's two keys."""
+    """The copy of a row's k and v into registers, and the terms of the key bias of a thread's two keys."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,39 +64,41 @@ class KeyRings:
         return dataclasses.replace(self, queries=self.queries.at(first, stages))
 
 
-def right_sides(variant, sQ, sG, sQt, sGt, pS, buffers, wt):
+def right_sides(variant, sQ, sdO, sQt, sdOt, sStats, buffers, wg_tid):
     """The right sides of a thread's products: q and dO, both transposed for dS^T q and P^T dO, and the statistics."""
-    S_K, P_D = multiply(variant.dtype, False, K, SLICE), multiply(variant.dtype, False, MN, 16 * variant.steps)
-    fQ, fG = (
-        S_K.make_fragment_B(
-            S_K.get_slice(wt).partition_B(cute.local_tile(x, (SLICE, padded(variant.channels)), (None, 0, None)))
+    mma_S, mma_dK = multiply(variant.dtype, False, K, SLICE), multiply(variant.dtype, False, MN, 16 * variant.steps)
+    tSrQ, tdPrdO = (
+        mma_S.make_fragment_B(
+            mma_S.get_slice(wg_tid).partition_B(cute.local_tile(x, (SLICE, padded(variant.channels)), (None, 0, None)))
         )
-        for x in (sQ, sG)
+        for x in (sQ, sdO)
     )
-    fQt, fGt = (P_D.make_fragment_B(P_D.get_slice(wt).partition_B(narrow(x, 16 * variant.steps))) for x in (sQt, sGt))
+    tdKrQ, tdVrdO = (
+        mma_dK.make_fragment_B(mma_dK.get_slice(wg_tid).partition_B(narrow(x, 16 * variant.steps))) for x in (sQt, sdOt)
+    )
     # the words of a query fill 8 of 16 channels; the other 8 are the same again, see `load_keys`
     words = cute.make_tensor(
-        cute.recast_ptr(pS, dtype=variant.dtype),
+        cute.recast_ptr(sStats, dtype=variant.dtype),
         cute.make_layout(((8, 4), (8, 2), (2, buffers)), stride=((8, 64), (1, 0), (8 * SLICE, 2 * TILE))),
     )
-    return fQ, fG, fQt, fGt, S_K.make_fragment_B(S_K.get_slice(wt).partition_B(words))
+    return tSrQ, tdPrdO, tdKrQ, tdVrdO, mma_S.make_fragment_B(mma_S.get_slice(wg_tid).partition_B(words))
 
 
-def fragments(variant, shared, buffers, wt, t4, lane):
+def fragments(variant, shared, buffers, wg_tid, t4, lane):
     """The operands of the products, and a `KeyRow`; `shared`: q, dO, both transposed, statistics, and k with v."""
-    sQ, sdO, sQt, sdOt, sS, sK = shared
+    sQ, sdO, sQt, sdOt, sStats, sK = shared
     mma_S, mma_dK = multiply(variant.dtype, False, K, SLICE), multiply(variant.dtype, False, MN, 16 * variant.steps)
-    right = right_sides(variant, sQ, sdO, sQt, sdOt, sS, buffers, wt)
+    right = right_sides(variant, sQ, sdO, sQt, sdOt, sStats, buffers, wg_tid)
     acc_S, acc_dP = (mma_S.make_fragment_C(mma_S.partition_shape_C((ROWS, SLICE))) for _ in range(2))
     acc_dK, acc_dV = (mma_dK.make_fragment_C(mma_dK.partition_shape_C((ROWS, 16 * variant.steps))) for _ in range(2))
     tSrK, tdPrV = (mma_S.make_fragment_A(mma_S.partition_shape_A((ROWS, padded(variant.channels)))) for _ in range(2))
-    tSrA, tdPrA = (mma_S.make_fragment_A(mma_S.partition_shape_A((ROWS, 16))) for _ in range(2))
-    fill_delta_units(variant, tdPrA, t4, lane)
+    tSrKeyTerms, tdPrUnits = (mma_S.make_fragment_A(mma_S.partition_shape_A((ROWS, 16))) for _ in range(2))
+    fill_delta_units(variant, tdPrUnits, t4, lane)
     ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), variant.dtype)
-    loads = cute.make_tiled_copy_A(ldmatrix, mma_S).get_slice(wt)
+    loads = cute.make_tiled_copy_A(ldmatrix, mma_S).get_slice(wg_tid)
     row = KeyRow(loads, loads.partition_S(sK), cute.make_rmem_tensor(6, Int32))
     row.terms.fill(0)
-    return KeyOperands(acc_S, acc_dP, acc_dK, acc_dV, tSrK, tdPrV, tSrA, tdPrA, *right), row
+    return KeyOperands(acc_S, acc_dP, acc_dK, acc_dV, tSrK, tdPrV, tSrKeyTerms, tdPrUnits, *right), row
 
 
 def store_tile(variant, copy, tile, to):
@@ -100,18 +109,18 @@ def store_tile(variant, copy, tile, to):
     arch.cp_async_bulk_commit_group()
 
 
-def load_key_bias(variant, own, row, r, k0):
-    """Load the terms of the key-wise bias of this thread's two keys: words hi mid, lo hi, and veto veto."""
-    words = cute.recast_tensor(row, Int32)
+def load_key_bias(variant, own_terms, mTerms, bias_row, first_key):
+    """Load the terms of the key bias of this thread's two keys: words hi mid, lo hi, and veto veto."""
+    words = cute.recast_tensor(mTerms, Int32)
     for x in range(2):
         for y, word in enumerate((0, 1) if variant.dtype is BFloat16 else (0, 1, 3)):
-            own[3 * x + y] = words[r, (k0 + 8 * x) * (TERMS // 2) + word]
+            own_terms[3 * x + y] = words[bias_row, (first_key + 8 * x) * (TERMS // 2) + word]
 
 
 def load_keys(variant, operands, row, tiles, t4, inverse):
-    """Load k and v of 64 keys, in two `tiles` of shared memory, into registers, and what meets a query's channels.
+    """Load k and v of 64 keys, in two `sPairTiles` of shared memory, into registers, and what meets a query's channels.
 
-    The product with a query's eight words (`write_statistics`), which it reads twice, adds the key-wise bias and -LSE to S.
+    The product with a query's eight words (`write_statistics`), which it reads twice, adds the key bias and -LSE to S.
     Another product subtracts delta from dP.
 
     channel           0   1   2   3   4     5   6   7
@@ -122,14 +131,14 @@ def load_keys(variant, operands, row, tiles, t4, inverse):
 
     t are terms of the key's bias / scale; veto is 0 in bfloat16. float16 counts l and t in STEP, which also stands for 1.
     """
-    own, tSrA = row.terms, operands.tSrA
+    own_terms, tSrKeyTerms = row.terms, operands.tSrKeyTerms
     for tile, to in zip(tiles, (operands.tSrK, operands.tdPrV), strict=True):
         cute.copy(row.copy, row.source[None, None, None, tile], row.copy.retile(to))
     step, zero = step_of(variant.dtype), variant.dtype(0.0)
     # The next row is loaded early. The compiler would unpack it right after the load, and so wait for memory there.
     words = cute.make_rmem_tensor(6, Int32)
     for x in range(6):
-        words[x] = unseen(own[x])
+        words[x] = unseen(own_terms[x])
     one, parts = variant.dtype(step), cute.recast_tensor(words, variant.dtype)
     for x in range(2):
         hi, mid, lo, veto = (parts[6 * x + y] for y in (0, 1, 2, 4))
@@ -141,75 +150,75 @@ def load_keys(variant, operands, row, tiles, t4, inverse):
             ((one, one), (one, t0), (veto, t2), (zero, zero)),
             ((zero, zero), (zero, t1), (veto, zero), (zero, zero)),
         )
-        for y, two in enumerate((first, second)):
+        for y, columns in enumerate((first, second)):
             for z in range(2):
-                tSrA[2 * x + 4 * y + z] = select_quad(t4, *(pair[z] for pair in two))
+                tSrKeyTerms[2 * x + 4 * y + z] = select_quad(t4, *(column[z] for column in columns))
 
 
-def fill_delta_units(variant, tdPrA, t4, lane):
+def fill_delta_units(variant, tdPrUnits, t4, lane):
     """Fill in what meets a query's channels in V dO^T, so that delta is subtracted; see the table in `load_keys`."""
     u0, u1, u2 = (variant.dtype(x) for x in delta_units(variant.dtype))
     zero = variant.dtype(0.0)
-    tdPrA.fill(zero)
-    tdPrA[0] = tdPrA[2] = cutlass.select_(t4 == 2, u2, cutlass.select_(t4 == 3, u0, zero))
-    tdPrA[1] = tdPrA[3] = cutlass.select_(t4 == 3, u1, zero)
-    pin_registers(tdPrA, lane)
+    tdPrUnits.fill(zero)
+    tdPrUnits[0] = tdPrUnits[2] = cutlass.select_(t4 == 2, u2, cutlass.select_(t4 == 3, u0, zero))
+    tdPrUnits[1] = tdPrUnits[3] = cutlass.select_(t4 == 3, u1, zero)
+    pin_registers(tdPrUnits, lane)
 
 
-def load_pair_bias(variant, thread_bias, pair, u, b, h, k0, t4, LQ, LK, inverse):
+def load_pair_bias(variant, thread_bias, mPair, u, b, h, first_key, t4, LQ, LK, inverse):
     """Load this thread's part of slice u of the pair bias, as the accumulators of the scores hold it."""
     for x in range(4):
         values = cute.make_rmem_tensor(4, Float32)
         for y in range(4):
-            key, q = k0 + y // 2 * 8, u * SLICE + 8 * x + 2 * t4 + y % 2
-            bias = pair[b, h, cutlass.min(q, LQ - 1), cutlass.min(key, LK - 1)].to(Float32)
+            key, q = first_key + y // 2 * 8, u * SLICE + 8 * x + 2 * t4 + y % 2
+            bias = mPair[b, h, cutlass.min(q, LQ - 1), cutlass.min(key, LK - 1)].to(Float32)
             values[y] = finite(bias) * inverse
         cute.autovec_copy(values, thread_bias[None, 4 * u + x])
 
 
-def load_bias(variant, S, bias, u, inverse):
+def load_bias(variant, acc_S, bias, u, inverse):
     """Start the accumulators from slice u of a pair bias that stays, or of a tile of one that streams."""
     if variant.pair:
         for x in range(4):
             four = cute.make_rmem_tensor(4, bias.element_type)
             cute.autovec_copy(bias[None, 4 * u + x], four)
             for y in range(4):
-                S[4 * x + y] = four[y] if bias.element_type is Float32 else four[y].to(Float32) * inverse
+                acc_S[4 * x + y] = four[y] if bias.element_type is Float32 else four[y].to(Float32) * inverse
 
 
 def scores(variant, operands, part, stage):
     """Issue S = K Q^T + biases - LSE and dP = V dO^T - delta of slice `part` of a stage."""
-    acc_S, acc_dP, _, _, tSrK, tdPrV, tSrA, tdPrA, tSrQ, tdPrdO, _, _, tSrB = operands
-    for kk in range(variant.steps):
-        op = multiply(variant.dtype, False, K, SLICE, kk > 0 or variant.pair)
-        cute.gemm(op, acc_S, tSrK[None, None, kk], tSrQ[None, None, kk, part, stage], acc_S)
+    acc_S, acc_dP, _, _, tSrK, tdPrV, tSrKeyTerms, tdPrUnits, tSrQ, tdPrdO, _, _, tSrStats = operands
+    for step in range(variant.steps):
+        op = multiply(variant.dtype, False, K, SLICE, step > 0 or variant.pair)
+        cute.gemm(op, acc_S, tSrK[None, None, step], tSrQ[None, None, step, part, stage], acc_S)
     op = multiply(variant.dtype, False, K, SLICE)
-    cute.gemm(op, acc_S, tSrA[None, None, 0], tSrB[None, None, 0, (part, stage)], acc_S)
+    cute.gemm(op, acc_S, tSrKeyTerms[None, None, 0], tSrStats[None, None, 0, (part, stage)], acc_S)
     op = multiply(variant.dtype, False, K, SLICE, False)
-    cute.gemm(op, acc_dP, tdPrA[None, None, 0], tSrB[None, None, 0, (part, stage)], acc_dP)
-    for kk in range(variant.steps):
+    cute.gemm(op, acc_dP, tdPrUnits[None, None, 0], tSrStats[None, None, 0, (part, stage)], acc_dP)
+    for step in range(variant.steps):
         op = multiply(variant.dtype, False, K, SLICE)
-        cute.gemm(op, acc_dP, tdPrV[None, None, kk], tdPrdO[None, None, kk, part, stage], acc_dP)
+        cute.gemm(op, acc_dP, tdPrV[None, None, step], tdPrdO[None, None, step, part, stage], acc_dP)
 
 
 def dkdv_products(variant, operands, P, dS, u, stage, started):
     """Issue dV += P dO and dK += dS Q of slice u of a stage."""
     for acc, left, right in ((operands.acc_dV, P, operands.tdVrdO), (operands.acc_dK, dS, operands.tdKrQ)):
-        for kk in range(2):
-            op = multiply(variant.dtype, False, MN, 16 * variant.steps, True if u > 0 or kk > 0 else started)
-            cute.gemm(op, acc, left[kk][None, None, 0], right[None, None, u * 2 + kk, stage], acc)
+        for step in range(2):
+            op = multiply(variant.dtype, False, MN, 16 * variant.steps, True if u > 0 or step > 0 else started)
+            cute.gemm(op, acc, left[step][None, None, 0], right[None, None, u * 2 + step, stage], acc)
 
 
 def gradient(variant, operands, scale, sums):
     """P and dS of a slice [k,q], in the dtype of a product's left side.
 
     `sums` grow by dS of this thread's two keys, unrounded, where the mask bias has a gradient."""
-    S, T = operands.acc_S, operands.acc_dP
+    acc_S, acc_dP = operands.acc_S, operands.acc_dP
     p, d = cute.make_rmem_tensor(16, Float32), cute.make_rmem_tensor(16, Float32)
     for y in range(16):
-        p[y] = exp2(S[y] * (scale * LOG2E))
+        p[y] = exp2(acc_S[y] * (scale * LOG2E))
     for y in range(16):
-        d[y] = p[y] * T[y]
+        d[y] = p[y] * acc_dP[y]
         if variant.mask_gradient:
             sums[y // 2 % 2] += d[y]
     return left_sides(variant, p), left_sides(variant, d)
@@ -217,14 +226,14 @@ def gradient(variant, operands, scale, sums):
 
 def left_sides(variant, values):
     """Convert a slice's 32 columns into two left sides of a product."""
-    P_D = multiply(variant.dtype, False, MN, 16 * variant.steps)
-    out = []
-    for kk in range(2):
-        a = P_D.make_fragment_A(P_D.partition_shape_A((ROWS, 16)))
-        half = cute.make_tensor(values.iterator + 8 * kk, cute.make_layout(8))
+    mma_dK = multiply(variant.dtype, False, MN, 16 * variant.steps)
+    operand = []
+    for step in range(2):
+        a = mma_dK.make_fragment_A(mma_dK.partition_shape_A((ROWS, 16)))
+        half = cute.make_tensor(values.iterator + 8 * step, cute.make_layout(8))
         cute.make_tensor(a.iterator, cute.make_layout(8)).store(half.load().to(variant.dtype))
-        out.append(a)
-    return out
+        operand.append(a)
+    return operand
 
 
 @cute.jit
@@ -240,8 +249,8 @@ def store_mask_gradient(variant, sums: cute.Tensor, to: cute.Tensor, key: Int32,
 
 @cute.jit
 def row_tiles(
-    variant, operands, row, bias: Any, sums: cute.Tensor, rings, scale: Float32, inverse: Float32, more: Boolean, s: Int32,
-    row_count: Int32, slot, bias_slot, NT: Int32, t4: Int32, lane: Int32,
+    variant, operands, row, bias: Any, sums: cute.Tensor, rings, scale: Float32, inverse: Float32, more: Boolean,
+    stream: Int32, row_count: Int32, slot, bias_slot, NT: Int32, t4: Int32, lane: Int32,
 ):  # fmt: skip
     """Do all tiles of a row's queries, of which the first scores are there; then start those of the next row, if `more`.
 
@@ -251,142 +260,160 @@ def row_tiles(
     sums.fill(0.0)
     unreleased = slot.stage
     for j in cutlass.range(NT, unroll=1):
-        stream = rings.at(arch.make_warp_uniform(s * variant.stages), variant.stages)
+        stream_rings = rings.at(arch.make_warp_uniform(stream * variant.stages), variant.stages)
         slot = Slot(arch.make_warp_uniform(slot.stage), slot.phase)
-        old = slot.stage
+        old_stage = slot.stage
         for u in range_constexpr(2):
             P, dS = gradient(variant, operands, scale, sums)
-            nu = 2 * j + u + 1
+            next_slice = 2 * j + u + 1
             if const_expr(u == 1):
-                slot = stream.queries.advance(slot)
+                slot = stream_rings.queries.advance(slot)
                 last = j + 1 == NT
                 if last:
-                    nu = Int32(0)
+                    next_slice = Int32(0)
                     if more:
-                        rings.keys.consumer_wait(Slot(s, (row_count + 1) & 1))
-                        load_keys(variant, operands, row, (2 * s, 2 * s + 1), t4, inverse)
+                        rings.keys.consumer_wait(Slot(stream, (row_count + 1) & 1))
+                        load_keys(variant, operands, row, (2 * stream, 2 * stream + 1), t4, inverse)
                 if const_expr(variant.streamed):
                     rings.bias.consumer_release(bias_slot.stage, lane)
                     bias_slot = rings.bias.advance(bias_slot)
                 if not last or more:
-                    stream.queries.consumer_wait(slot)
+                    stream_rings.queries.consumer_wait(slot)
                     if const_expr(variant.streamed):
                         rings.bias.consumer_wait(bias_slot)
-            if const_expr(u == 1 and variant.run_on > 0):
+            if const_expr(u == 1 and variant.overlapped > 0):
                 warpgroup.wait_group(0)
-            elif const_expr(u == 0 and variant.run_on == 2):
+            elif const_expr(u == 0 and variant.overlapped == 2):
                 if j > 0:
                     warpgroup.wait_group(0)
-                    stream.queries.consumer_release(unreleased, lane)
+                    stream_rings.queries.consumer_release(unreleased, lane)
             # After the last row both start from what is there, perhaps in the middle of a copy, and nobody reads the
             # outcome: a branch around this would make each product wait for the one before.
             if const_expr(variant.streamed):
-                tiles, wt = bias
-                load_bias(variant, operands.acc_S, tiles[None, wt, None, bias_slot.stage], 1 - u, inverse)
+                tiles, wg_tid = bias
+                load_bias(variant, operands.acc_S, tiles[None, wg_tid, None, bias_slot.stage], 1 - u, inverse)
             else:
-                load_bias(variant, operands.acc_S, bias, nu, inverse)
+                load_bias(variant, operands.acc_S, bias, next_slice, inverse)
             warpgroup.fence()
-            scores(variant, operands, 1 - u, stream.queries.index(slot.stage))
+            scores(variant, operands, 1 - u, stream_rings.queries.index(slot.stage))
             warpgroup.commit_group()
-            dkdv_products(variant, operands, P, dS, u, stream.queries.index(old), j > 0)
+            dkdv_products(variant, operands, P, dS, u, stream_rings.queries.index(old_stage), j > 0)
             warpgroup.commit_group()
-            warpgroup.wait_group(1 if u < variant.run_on else 0)
-        if const_expr(variant.run_on == 2):
-            unreleased = old
+            warpgroup.wait_group(1 if u < variant.overlapped else 0)
+        if const_expr(variant.overlapped == 2):
+            unreleased = old_stage
         else:
-            stream.queries.consumer_release(old, lane)
-    if const_expr(variant.run_on == 2):
+            stream_rings.queries.consumer_release(old_stage, lane)
+    if const_expr(variant.overlapped == 2):
         warpgroup.wait_group(0)
-        rings.at(s * variant.stages, variant.stages).queries.consumer_release(unreleased, lane)
+        rings.at(stream * variant.stages, variant.stages).queries.consumer_release(unreleased, lane)
     return slot, bias_slot
 
 
-class KeyShared(namedtuple("KeyShared", "sQ sdO sQt sdOt sS sK sX panel tiles")):
-    """Shared memory: q, dO, both transposed, statistics, k with v, what leaves, and the pair bias that stays or streams."""
+class KeyShared(namedtuple("KeyShared", "sQ sdO sQt sdOt sStats sK sOut sPair sPairTiles")):
+    """Shared memory: q, dO, both transposed, statistics, k with v, dk and dv, and the pair bias that stays or streams."""
 
 
 @cute.jit
 def consume(
-    variant, args, span, sizes, lengths, shared, rings, row_numbers: cute.Tensor, copies, inverse: Float32, NT: Int32,
-    tid: Int32, wid: Int32, lane: Int32,
+    variant, args, span, sizes, lengths, shared, rings, sRows: cute.Tensor, copies, inverse: Float32, NT: Int32, thread,
 ):  # fmt: skip
     """Do the rows of this warpgroup's stream, panel after panel.
 
-    `time` counts as in `schedule`, and `row_count` the rows of the stream. `row_numbers` [4, streams] is written by `produce`.
-    `panel_in_use`: a warpgroup may still read the pair bias of the last panel. `stream`: the rings of the stream.
+    `time` counts as in `schedule`, and `row_count` the rows of the stream. `produce` writes `sRows` [4, streams].
+    `panel_in_use`: a warpgroup may still read the pair bias of the last panel. `stream_rings`: the rings of the stream.
 
     More than 60 lines: a part of a loop in a function of its own changes what the compiler carries through the loop.
     """
-    begin, end, change = span
-    NS, ST, live, (LQ, LK), (copy_dK, copy_dV) = variant.streams, variant.stages, (args.order, args.starts), lengths, copies
-    scale, pair, row_b, row_n, dmask = args.scale, args.pair, args.row_b, args.row_n, args.dmask
-    s, w, wt = wid // 4, wid % 4, tid % 128
+    (begin, end, _, _, change), (tid, warp_idx, lane) = span, thread
+    NS, ST, live, (LQ, LK), (copy_dK, copy_dV) = variant.streams, variant.stages, (args.mOrder, args.mStarts), lengths, copies
+    scale, mPair, stride_b, stride_n, mdMask = args.scale, args.mPair, args.stride_b, args.stride_n, args.mdMask
+    stream, wg_warp, wg_tid = warp_idx // 4, warp_idx % 4, tid % 128
     g, t4 = lane // 4, lane % 4
-    operands, row = fragments(variant, shared[:6], NS * ST, wt, t4, lane)
+    operands, row = fragments(variant, shared[:6], NS * ST, wg_tid, t4, lane)
     slot, row_count, time, panel_in_use = rings.queries.start(), Int32(0), begin, Boolean(False)
-    numbers = row_numbers[None, s]
-    thread_bias = shared.panel[None, wt, None] if const_expr(variant.resident) else None
+    rows = sRows[None, stream]
+    thread_bias = shared.sPair[None, wg_tid, None] if const_expr(variant.resident) else None
     sums = cute.make_rmem_tensor(2, Float32)
-    bias = (shared.tiles, wt) if const_expr(variant.streamed) else thread_bias
+    bias = (shared.sPairTiles, wg_tid) if const_expr(variant.streamed) else thread_bias
     bias_slot = rings.bias.start()
     while time < end:
-        i, h, b, n0, n1, start, length = next_panel(variant, time, end, change, live, sizes, lane)
+        i, h, b, p0, p1, start, length = next_panel(variant, time, end, change, live, sizes, lane)
         time = cutlass.min(start + length, end)
-        k0 = i * ROWS + w * 16 + g
+        first_key = i * ROWS + wg_warp * 16 + g
         if const_expr(variant.resident):
             if panel_in_use:
                 arch.barrier(barrier_id=1, number_of_threads=NS * 128)
-            for u in cutlass.range(s, 2 * NT, NS, unroll=2):
-                load_pair_bias(variant, thread_bias, pair, u, b % pair.shape[0], h % pair.shape[1], k0, t4, LQ, LK, inverse)
+            for u in cutlass.range(stream, 2 * NT, NS, unroll=2):
+                load_pair_bias(
+                    variant, thread_bias, mPair, u, b % mPair.shape[0], h % mPair.shape[1], first_key, t4, LQ, LK, inverse
+                )
             arch.barrier(barrier_id=1, number_of_threads=NS * 128)
             panel_in_use = Boolean(True)
-        m, count = s, n1 - n0
-        if m < count:
-            if const_expr(variant.row):
+        position, count = stream, p1 - p0
+        if position < count:
+            if const_expr(variant.key_bias):
                 arch.griddepcontrol_wait()
-                rings.keys.consumer_wait(Slot(s, row_count & 1))
-                load_key_bias(variant, row.terms, args.row, b * row_b + numbers[row_count & 3] * row_n, k0)
-            rings.keys.consumer_wait(Slot(s, row_count & 1))
-            load_keys(variant, operands, row, (2 * s, 2 * s + 1), t4, inverse)
-            stream = rings.at(s * ST, ST)
-            stream.queries.consumer_wait(slot)
+                rings.keys.consumer_wait(Slot(stream, row_count & 1))
+                load_key_bias(variant, row.terms, args.mTerms, b * stride_b + rows[row_count & 3] * stride_n, first_key)
+            rings.keys.consumer_wait(Slot(stream, row_count & 1))
+            load_keys(variant, operands, row, (2 * stream, 2 * stream + 1), t4, inverse)
+            stream_rings = rings.at(stream * ST, ST)
+            stream_rings.queries.consumer_wait(slot)
             if const_expr(variant.streamed):
                 rings.bias.consumer_wait(bias_slot)
-            first = shared.tiles[None, wt, None, bias_slot.stage] if const_expr(variant.streamed) else thread_bias
+            first = shared.sPairTiles[None, wg_tid, None, bias_slot.stage] if const_expr(variant.streamed) else thread_bias
             load_bias(variant, operands.acc_S, first, 0, inverse)
             warpgroup.fence()
-            scores(variant, operands, 0, stream.queries.index(slot.stage))
+            scores(variant, operands, 0, stream_rings.queries.index(slot.stage))
             warpgroup.commit_group()
             warpgroup.wait_group(0)
-            rings.keys.consumer_release(s, lane)  # a product has used k and v: only then have they left shared memory
-        while m < count:
-            more = m + NS < count
-            if const_expr(variant.row):
+            rings.keys.consumer_release(stream, lane)  # a product has used k and v: only then have they left shared memory
+        while position < count:
+            more = position + NS < count
+            if const_expr(variant.key_bias):
                 if more:
-                    load_key_bias(variant, row.terms, args.row, b * row_b + numbers[(row_count + 1) & 3] * row_n, k0)
+                    load_key_bias(
+                        variant, row.terms, args.mTerms, b * stride_b + rows[(row_count + 1) & 3] * stride_n, first_key
+                    )
             slot, bias_slot = row_tiles(
-                variant, operands, row, bias, sums, rings, scale, inverse, more, s, row_count, slot, bias_slot, NT, t4, lane
+                variant,
+                operands,
+                row,
+                bias,
+                sums,
+                rings,
+                scale,
+                inverse,
+                more,
+                stream,
+                row_count,
+                slot,
+                bias_slot,
+                NT,
+                t4,
+                lane,
             )
             if more:
-                rings.keys.consumer_release(s, lane)
-            n = numbers[row_count & 3]
+                rings.keys.consumer_release(stream, lane)
+            n = rows[row_count & 3]
             if const_expr(variant.mask_gradient):
-                store_mask_gradient(variant, sums, dmask[b, n, h, None], k0, t4)
+                store_mask_gradient(variant, sums, mdMask[b, n, h, None], first_key, t4)
             arch.cp_async_bulk_wait_group(0, read=True)
             arch.sync_warp()
-            store_rows(operands.acc_dK, scale, shared.sX[None, None, wid], lane, variant.dtype)
-            store_tile(variant, copy_dK, wid, (i * 4 + w, h, n, b))
-            place = wid + NS * 4 if variant.own_tiles else wid
+            store_accumulator(operands.acc_dK, (scale, scale), shared.sOut[None, None, warp_idx], lane, variant.dtype)
+            store_tile(variant, copy_dK, warp_idx, (i * 4 + wg_warp, h, n, b))
+            tile = warp_idx + NS * 4 if variant.own_tiles else warp_idx
             if const_expr(not variant.own_tiles):
                 arch.cp_async_bulk_wait_group(0, read=True)
                 arch.sync_warp()
-            store_rows(operands.acc_dV, Float32(1.0), shared.sX[None, None, place], lane, variant.dtype)
-            store_tile(variant, copy_dV, place, (i * 4 + w, h, n, b))
-            m, row_count = m + NS, row_count + 1
+            store_accumulator(operands.acc_dV, (Float32(1.0),) * 2, shared.sOut[None, None, tile], lane, variant.dtype)
+            store_tile(variant, copy_dV, tile, (i * 4 + wg_warp, h, n, b))
+            position, row_count = position + NS, row_count + 1
         if const_expr(variant.streamed):
             # True if the last round has no row for this stream. It still gives the tiles of the bias back.
             # Example of 4 rows and 3 streams: stream 0 does rows 0 and 3, so m = 6 >= 4 + 0. Stream 1 does row 1, so m = 4 < 5.
-            if m < count + s:
+            if position < count + stream:
                 for _ in cutlass.range(NT, unroll=1):
                     sleep_until(rings.bias.barrier(bias_slot.stage), bias_slot.phase)
                     rings.bias.consumer_release(bias_slot.stage, lane)

@@ -36,14 +36,16 @@ from evoattn.backends.hopper.tiles import ROWS, SLICE, padded, query_interleave,
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
 
-class QueryArguments(namedtuple("QueryArguments", "q k pair row lse dlse stats dpair order starts scale row_b row_n")):
+class QueryArguments(
+    namedtuple("QueryArguments", "mQ mK mPair mTerms mLSE mdLSE mStats mdPair mOrder mStarts scale stride_b stride_n")
+):
     """The arguments of the kernel, but for the tensors that the copy engine reads and writes: v, o, dO and dq.
 
-    q, k: [b,n,h,l,d]. pair: the pair bias, [b|1,h|1,q,k]. row: terms of the key-wise bias, [r, keys * TERMS]; row n of batch b
-    has r = b * row_b + n * row_n, which must cover cluster * groups * slices * 32 keys. lse, dlse: [b,n,h,q]. stats: for
-    `KeyGradients`, [b,n,h,tiles of 64 queries * TILE]. dpair: [b|1,h|1,q,keys], zeroed, lines a multiple of 4 long; or, with
-    `partial`, [(clusters + panels) * cluster, slices * 4, groups * 128, 4] for `PanelSum`. order, starts: [b,2,n] and
-    [b, panels + 2] as in `live_rows`, or None.
+    mQ, mK: [b,n,h,l,d]. mPair: the pair bias, [b|1,h|1,q,k]. mTerms: terms of the key bias, [r, keys * TERMS], of at least
+    cluster * groups * slices * 32 keys; row n of batch b has r = b * stride_b + n * stride_n. mLSE, mdLSE: [b,n,h,q].
+    mStats: for `KeyGradients`, [b,n,h,tiles of 64 queries * TILE]. mdPair: [b|1,h|1,q,keys], zeroed, lines a multiple of 4
+    long; or, with `partial`, [(clusters + panels) * cluster, slices * 4, groups * 128, 4] for `PanelSum`. mOrder, mStarts:
+    [b,2,n] and [b, panels + 2] as in `live_rows`, or None.
     """
 
 
@@ -54,8 +56,8 @@ class QueryGradients(Kernel):
     dtype: Any  # cutlass type of q, k and v
     channels: int  # D
     _: dataclasses.KW_ONLY
-    pair: bool  # whether there is a pair bias, a key-wise bias
-    row: bool
+    pair: bool  # whether there is a pair bias
+    key_bias: bool  # whether there is a key bias
     bias: Any = None  # cutlass type of the pair bias, if it is not dtype
     bias_gradient: bool  # whether d(pair bias) is needed
     dlse: bool = False  # whether lse has a gradient
@@ -123,33 +125,33 @@ class QueryGradients(Kernel):
 
     @cute.jit
     def __call__(
-        self, q, k, v, o, do, pair, row, lse, dlse, stats, dq, dpair, order, starts, scale, row_b, row_n, blocks,
-        stream: cuda.CUstream,
+        self, mQ, mK, mV, mO, mdO, mPair, mTerms, mLSE, mdLSE, mStats, mdQ, mdPair, mOrder, mStarts, scale, stride_b, stride_n,
+        blocks, stream: cuda.CUstream,
     ):  # fmt: skip
         """Launch the kernel; `QueryArguments` explains the tensors."""
         lq, lk, _, lo = self.layouts()
-        tma_Q, tma_dO, tma_O = (load_tma(x, lq, (ROWS, padded(self.channels))) for x in (q, do, o))
-        tma_K, tma_V = (load_tma(x, lk, (self.keys, padded(self.channels))) for x in (k, v))
-        tma_dQ = store_tma(dq, lo, (16, padded(self.channels)))
-        args = QueryArguments(q, k, pair, row, lse, dlse, stats, dpair, order, starts, scale, row_b, row_n)
+        tma_Q, tma_dO, tma_O = (load_tma(x, lq, (ROWS, padded(self.channels))) for x in (mQ, mdO, mO))
+        tma_K, tma_V = (load_tma(x, lk, (self.keys, padded(self.channels))) for x in (mK, mV))
+        tma_dQ = store_tma(mdQ, lo, (16, padded(self.channels)))
+        args = QueryArguments(mQ, mK, mPair, mTerms, mLSE, mdLSE, mStats, mdPair, mOrder, mStarts, scale, stride_b, stride_n)
         self.kernel(tma_Q, tma_dO, tma_O, tma_K, tma_V, tma_dQ, args).launch(
             grid=(blocks, 1, 1),
             block=((self.groups + 1) * 128, 1, 1),
             cluster=(self.cluster, 1, 1) if self.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=1,
-            use_pdl=self.row,
+            use_pdl=self.key_bias,
         )
 
     def allocate(self):
-        """The shared memory of a block: tiles, terms of the key-wise bias, rings, sums of dq, and the rows n that are done."""
+        """The shared memory of a block: tiles, terms of the key bias, rings, sums of dq, and the rows n that are done."""
         ST, WG = self.stages, self.groups
         smem = SmemAllocator()
         lq, lk, lkt, lo = self.layouts()
         new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
-        sQ, sK, sV, sX = new(lq), new(lk), new(lk), new(lo)
+        sQ, sK, sV, sdQ = new(lq), new(lk), new(lk), new(lo)
         sKt = cute.make_tensor(sK.iterator, lkt.outer)
-        panel: Any = (
+        sPair: Any = (
             smem.allocate_tensor(
                 Float32, cute.make_layout((4, 128, 4 * self.slices, WG), stride=(1, 4, 512, 2048 * self.slices)), 128
             )
@@ -157,20 +159,22 @@ class QueryGradients(Kernel):
             else None
         )
         across = self.channels // 8
-        parts = WG if self.warp_sums_dq else WG - 1
-        part = smem.allocate_tensor(Float32, cute.make_layout((4, 128, across, parts), stride=(1, 4, 512, 512 * across)), 128)
+        part_count = WG if self.warp_sums_dq else WG - 1
+        parts = smem.allocate_tensor(
+            Float32, cute.make_layout((4, 128, across, part_count), stride=(1, 4, 512, 512 * across)), 128
+        )
         inbox = smem.allocate_array(Float32, 512 * across if self.cluster > 1 else 4, byte_alignment=128)
         unit = self.keys * TERMS
-        sB = smem.allocate_array(self.dtype, WG * ST * unit if self.row else 8, byte_alignment=128)
-        pN = smem.allocate_array(Float32, 3 * ROWS, byte_alignment=128)  # -lse, -delta, dlse of a row's queries
+        sTerms = smem.allocate_array(self.dtype, WG * ST * unit if self.key_bias else 8, byte_alignment=128)
+        stats = smem.allocate_array(Float32, 3 * ROWS, byte_alignment=128)  # -lse, -delta, dlse of a row's queries
         # The rows n that consumers work on, whether another one of the panel follows, and their live tiles of keys: four, since
         # row it + 4 comes when all have taken it + 3, and so left it + 2, for which what was left of it + 1 had to be summed.
-        work = cute.make_tensor(smem.allocate_array(Int32, 12), cute.make_layout((4, 3)))
+        sWork = cute.make_tensor(smem.allocate_array(Int32, 12), cute.make_layout((4, 3)))
         rings = consumer.QueryRings(Ring.allocate(smem, WG * ST, sleeps=True), Ring.allocate(smem, 1, sleeps=True))
-        summed, arrived, passed = (smem.allocate_array(Int64, 1) for _ in range(3))
-        left = smem.allocate_array(Int64, 1) if const_expr(self.warp_sums_dq) else None
-        sums = Sums(part, inbox, left, summed, arrived, passed)
-        return consumer.QueryShared(sQ, sK, sV, sKt, sB, sX, pN, panel), sB, rings, sums, work
+        parts_empty, inbox_full, inbox_empty = (smem.allocate_array(Int64, 1) for _ in range(3))
+        parts_full = smem.allocate_array(Int64, 1) if const_expr(self.warp_sums_dq) else None
+        sums = Sums(parts, inbox, parts_full, parts_empty, inbox_full, inbox_empty)
+        return consumer.QueryShared(sQ, sK, sV, sKt, sTerms, sdQ, stats, sPair), sTerms, rings, sums, sWork
 
     @cute.kernel
     def kernel(self, tma_Q, tma_dO, tma_O, tma_K, tma_V, tma_dQ, args):
@@ -182,8 +186,8 @@ class QueryGradients(Kernel):
             arch.griddepcontrol_launch_dependents()  # `KeyGradients` comes to each processor that is through
         D, WG, CL = padded(self.channels), self.groups, self.cluster
         registers = {2: (240, 24), 3: (160, 32), 4: (112, 32)}[WG]  # of a consumer's thread, and of a producer's
-        B, N, H, LQ, _ = args.q.shape
-        LK = args.k.shape[3]
+        B, N, H, LQ, _ = args.mQ.shape
+        LK = args.mK.shape[3]
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
@@ -191,18 +195,18 @@ class QueryGradients(Kernel):
         if const_expr(CL > 1):
             rank = arch.make_warp_uniform(arch.block_idx_in_cluster())
             bid, blocks = bid // CL, blocks // CL
-        wid = arch.make_warp_uniform(arch.warp_idx())
+        warp_idx = arch.make_warp_uniform(arch.warp_idx())
         lane = arch.lane_idx()
-        shared, sB, rings, sums, work = self.allocate()
+        shared, sTerms, rings, sums, sWork = self.allocate()
         if tid == 0:
             rings.keys.initialize(consumers=4)
             rings.queries.initialize(consumers=WG * 4)
-            arch.mbarrier_init(sums.summed, 1 if self.warp_sums_dq else 4)
+            arch.mbarrier_init(sums.parts_empty, 1 if self.warp_sums_dq else 4)
             if const_expr(self.warp_sums_dq):
-                arch.mbarrier_init(sums.left, WG * 4)
+                arch.mbarrier_init(sums.parts_full, WG * 4)
             if const_expr(CL > 1):
-                arch.mbarrier_init(sums.arrived, 1)
-                arch.mbarrier_init(sums.passed, 4)
+                arch.mbarrier_init(sums.inbox_full, 1)
+                arch.mbarrier_init(sums.inbox_empty, 4)
         arch.mbarrier_init_fence()
         consumer.sync_cluster(self)
         # ---- work: an equal share of the time that all (panel, n) take
@@ -219,30 +223,28 @@ class QueryGradients(Kernel):
         if const_expr(self.timed):
             begin, end = reached(begin, N, change), reached(end, N, change)
 
-        sN = cute.make_tensor(shared.pN, cute.make_layout((ROWS, 3)))
+        sStats = cute.make_tensor(shared.stats, cute.make_layout((ROWS, 3)))
 
         copy_Q, copy_dO, copy_O = (TmaTiles.of(x, (ROWS, D), shared.sQ) for x in (tma_Q, tma_dO, tma_O))
         copy_K, copy_V = TmaTiles.of(tma_K, (self.keys, D), shared.sK), TmaTiles.of(tma_V, (self.keys, D), shared.sV)
-        copy_dQ = TmaTiles.of(tma_dQ, (16, D), shared.sX)
-        sizes = (N, H, NQ, LQ)
-        if wid >= WG * 4:
+        copy_dQ = TmaTiles.of(tma_dQ, (16, D), shared.sdQ)
+        sizes, span = (N, H, NQ, LQ), (begin, end, bid, each, change)
+        if warp_idx >= WG * 4:
             # ================= warps that bring in keys, one for queries, and perhaps one that sums dq
             arch.setmaxregister_decrease(registers[1])
-            s = wid - WG * 4
-            span = (begin, end, bid, each, change)
-            if s < self.key_producers:
-                produce_keys(self, s, rank, lane, args, span, sizes, sB, rings.keys, (copy_K, copy_V))
-            elif s == self.key_producers:
+            producer = warp_idx - WG * 4
+            if producer < self.key_producers:
+                produce_keys(self, producer, rank, lane, args, span, sizes, sTerms, rings.keys, (copy_K, copy_V))
+            elif producer == self.key_producers:
                 copies = (copy_Q, copy_O, copy_dO)
-                produce_rows(self, rank, lane, args, span, sizes, inverse, sN, work, rings.queries, copies)
+                produce_rows(self, rank, lane, args, span, sizes, inverse, sStats, sWork, rings.queries, copies)
             elif const_expr(self.warp_sums_dq):
-                sum_rows(self, sums, shared.sX, copy_dQ, span, sizes, work, args.scale, lane)
+                sum_rows(self, sums, shared.sdQ, copy_dQ, span, sizes, sWork, args.scale, lane)
         else:
             # ================= consumers
             arch.setmaxregister_increase(registers[0])
-            consumer.consume(
-                self, args, begin, end, sizes, shared, sN, rings, sums, work, copy_dQ, inverse, rank, bid, LK, tid, wid, lane
-            )
+            thread = (tid, warp_idx, lane)
+            consumer.consume(self, args, span, sizes, shared, sStats, rings, sums, sWork, copy_dQ, inverse, rank, LK, thread)
         if const_expr(CL > 1):
             consumer.sync_cluster(self)  # no block leaves while another one may still write to its shared memory
 

@@ -1,8 +1,8 @@
 """Sums of `QueryGradients`: dq of a row over warpgroups and clusters, and d(pair bias) over blocks in a fixed order.
 
-Each warpgroup leaves its part of dq in shared memory and goes on to the next row, while a warp that does nothing else sums
-them: warpgroups that sum in turn wait for one another at every row's end. They do so in turn if one warp takes longer than a
-row (`query_sums`), and always in a cluster: there a row's sum goes through all blocks before the next can be left.
+Each warpgroup writes its part of dq into shared memory and goes on to the next row. A warp that does nothing else sums the
+parts and writes dq: warpgroups that sum in turn wait for one another at the end of every row. They do so if one warp takes
+longer than a row (`query_sums`), and always in a cluster, where the sum of a row goes through all blocks before the next.
 """
 
 from __future__ import annotations
@@ -18,46 +18,48 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import warpgroup
 
 from evoattn.backends.hopper.launch import Kernel, floats, pair_bias, sizes
-from evoattn.backends.hopper.lib.copies import store_rows
+from evoattn.backends.hopper.lib.copies import store_accumulator
 from evoattn.backends.hopper.lib.primitives import add_four, store_remote
 from evoattn.backends.hopper.lib.ring import release, sleep_until
 from evoattn.backends.hopper.lib.schedule import change_of, first_row, place, share, stretch
 from evoattn.backends.hopper.tiles import ROWS, SLICE
 
+ROW, ROWS_LEFT, TILES = range(3)
+"""Of `sWork`, for the consumers of a row: its n, how many rows of the panel follow, and its live tiles of keys."""
 
-class Sums(namedtuple("Sums", "part inbox left summed arrived passed")):
-    """The warpgroups' parts of dq of a row, and the barriers of their sum.
+NEG_LSE, NEG_DELTA, DLSE = range(3)
+"""Of `sStats`, for each query of a row."""
 
-    left: all parts are there. summed: they have been read. inbox, arrived, passed: dq of the next block of the cluster, the
-    barrier that counts its bytes, and the one that says that the block before has taken over that of this block.
-    """
+
+class Sums(namedtuple("Sums", "parts inbox parts_full parts_empty inbox_full inbox_empty")):
+    """The parts of dq of each warpgroup, and dq of the next block of the cluster; the barriers of each, as those of a ring."""
 
 
 @cute.jit
-def leave_dq(variant, acc_dQ, sums, s: Int32, it: Int32, wt: Int32):
-    """Leave this warpgroup's part of dq of row `it` at place s, once those of the row before have been read."""
-    if it > 0:
-        arch.mbarrier_wait(sums.summed, (it - 1) & 1)
+def write_part(variant, acc_dQ, sums, wg: Int32, row_count: Int32, wg_tid: Int32):
+    """Write this warpgroup's part of dq of row `row_count` at place `wg`, once those of the row before have been read."""
+    if row_count > 0:
+        arch.mbarrier_wait(sums.parts_empty, (row_count - 1) & 1)
     for x in range_constexpr(variant.channels // 8):
-        cute.autovec_copy(quad(variant, acc_dQ, x), sums.part[None, wt, x, s])
+        cute.autovec_copy(quad(variant, acc_dQ, x), sums.parts[None, wg_tid, x, wg])
 
 
 @cute.jit
-def sum_rows(variant, sums, sX: cute.Tensor, copy_dQ, span, sizes, work: cute.Tensor, scale: Float32, lane: Int32):
+def sum_rows(variant, sums, sdQ: cute.Tensor, copy_dQ, span, sizes, sWork: cute.Tensor, scale: Float32, lane: Int32):
     """Sum and write dq of all rows of a block, always in the same order, by one warp."""
     begin, end, *_ = span
     N, H, NQ, _ = sizes
-    it, at = Int32(0), begin
-    while at < end:
-        pan, n0, n1 = stretch(at, end, N)
-        at += n1 - n0
-        i, h, b = place(pan, NQ, H)
-        more, rows_left = Boolean(True), n1 - n0
+    row_count, unit = Int32(0), begin
+    while unit < end:
+        panel, p0, p1 = stretch(unit, end, N)
+        unit += p1 - p0
+        i, h, b = place(panel, NQ, H)
+        more, rows_left = Boolean(True), p1 - p0
         while more:
-            sleep_until(sums.left, it & 1)
-            n = work[it % 4, 0]
+            sleep_until(sums.parts_full, row_count & 1)
+            n = sWork[row_count % 4, ROW]
             if const_expr(variant.skips):
-                more = work[it % 4, 1] > 0
+                more = sWork[row_count % 4, ROWS_LEFT] > 0
             else:
                 rows_left -= 1
                 more = rows_left > 0
@@ -65,55 +67,58 @@ def sum_rows(variant, sums, sX: cute.Tensor, copy_dQ, span, sizes, work: cute.Te
             arch.sync_warp()
             for w in cutlass.range(4, unroll=1):
                 for y in range_constexpr(variant.steps):
-                    tile = cute.local_tile(sX[None, None, w], (16, 16), (0, y))
-                    store_rows(sum_parts(variant, sums.part, w * 32 + lane, y), scale, tile, lane, variant.dtype)
+                    tile = cute.local_tile(sdQ[None, None, w], (16, 16), (0, y))
+                    store_accumulator(
+                        sum_parts(variant, sums.parts, w * 32 + lane, y), (scale, scale), tile, lane, variant.dtype
+                    )
             arch.sync_warp()
-            release(sums.summed, lane)
+            release(sums.parts_empty, lane)
             arch.fence_proxy("async.shared", space="cta")
             arch.sync_warp()
             for w in range_constexpr(4):
                 copy_dQ.store(w, (i * 4 + w, h, n, b))
             arch.cp_async_bulk_commit_group()
-            it += 1
+            row_count += 1
     arch.cp_async_bulk_wait_group(0)
 
 
-def sum_parts(variant, part: cute.Tensor, wt: Any, y: int) -> cute.Tensor:
+def sum_parts(variant, parts: cute.Tensor, wg_tid: Any, y: int) -> cute.Tensor:
     """Channels 16 y to 16 y + 15 of dq, as thread wt of a warpgroup holds them: 8 numbers, zero past the channels."""
     dq = cute.make_rmem_tensor(8, Float32)
     dq.fill(0.0)
     for x in range(min(2, variant.channels // 8 - 2 * y)):
-        cute.autovec_copy(part[None, wt, 2 * y + x, 0], quad(variant, dq, x))
-        for s in range(1, variant.groups):
-            add_quad(variant, dq, x, part[None, wt, 2 * y + x, s])
+        cute.autovec_copy(parts[None, wg_tid, 2 * y + x, 0], quad(variant, dq, x))
+        for wg in range(1, variant.groups):
+            add_quad(variant, dq, x, parts[None, wg_tid, 2 * y + x, wg])
     return dq
 
 
-def quad(variant, R, x):
+def quad(variant, acc, x):
     """Four neighbours of an accumulator."""
-    return cute.make_tensor(R.iterator + 4 * x, cute.make_layout(4))
+    return cute.make_tensor(acc.iterator + 4 * x, cute.make_layout(4))
 
 
-def add_quad(variant, R, x, others):
+def add_quad(variant, acc, x, others):
     """Four more numbers of dq."""
     other = cute.make_rmem_tensor(4, Float32)
     cute.autovec_copy(others, other)
     for z in range(4):
-        R[4 * x + z] = R[4 * x + z] + other[z]
+        acc[4 * x + z] = acc[4 * x + z] + other[z]
 
 
 @cute.jit
 def sum_in_turn(
-    variant, acc_dQ, sums, rings, sX: cute.Tensor, copy_dQ, to, scale: Float32, s: Int32, turn: Int32, it: Int32,
-    more: Boolean, rank: Int32, wid: Int32, wt: Int32, lane: Int32,
+    variant, acc_dQ, sums, rings, sdQ: cute.Tensor, copy_dQ, to, scale: Float32, wg: Int32, turn: Int32, row_count: Int32,
+    more: Boolean, rank: Int32, thread,
 ):  # fmt: skip
     """Sum dq in one warpgroup, in turn: the parts of the others of its block, and that of the next block of the cluster."""
-    WG = variant.groups
-    if s != turn:
-        slot = s - turn - 1
+    WG, (tid, warp_idx, lane) = variant.groups, thread
+    wg_tid = tid % 128
+    if wg != turn:
+        slot = wg - turn - 1
         if slot < 0:
             slot += WG
-        leave_dq(variant, acc_dQ, sums, slot, it, wt)
+        write_part(variant, acc_dQ, sums, slot, row_count, wg_tid)
         release_queries(variant, rings, more, lane)
         arch.barrier_arrive(barrier_id=1 + turn, number_of_threads=WG * 128)
     else:
@@ -121,45 +126,45 @@ def sum_in_turn(
         arch.barrier(barrier_id=1 + turn, number_of_threads=WG * 128)
         for y in range_constexpr(WG - 1):
             for x in range_constexpr(variant.channels // 8):
-                add_quad(variant, acc_dQ, x, sums.part[None, wt, x, y])
+                add_quad(variant, acc_dQ, x, sums.parts[None, wg_tid, x, y])
         arch.cp_async_bulk_wait_group(0, read=True)
         arch.sync_warp()
-        release(sums.summed, lane)
+        release(sums.parts_empty, lane)
         if const_expr(variant.cluster > 1):
             if rank < variant.cluster - 1:
-                receive_dq(variant, acc_dQ, sums, rank, it, wt, lane)
+                receive_dq(variant, acc_dQ, sums, rank, row_count, wg_tid, lane)
             if rank > 0:
-                send_dq(variant, acc_dQ, sums, rank, it, wt)
+                send_dq(variant, acc_dQ, sums, rank, row_count, wg_tid)
         if rank == 0:
-            store_rows(acc_dQ, scale, sX[None, None, wid], lane, variant.dtype)
+            store_accumulator(acc_dQ, (scale, scale), sdQ[None, None, warp_idx], lane, variant.dtype)
             arch.fence_proxy("async.shared", space="cta")
             arch.sync_warp()
-            copy_dQ.store(wid, to)
+            copy_dQ.store(warp_idx, to)
             arch.cp_async_bulk_commit_group()
 
 
 @cute.jit
-def receive_dq(variant, acc_dQ, sums, rank: Int32, it: Int32, wt: Int32, lane: Int32):
+def receive_dq(variant, acc_dQ, sums, rank: Int32, row_count: Int32, wg_tid: Int32, lane: Int32):
     """Add dq of the next block of the cluster."""
-    if wt == 0:
-        arch.mbarrier_arrive_and_expect_tx(sums.arrived, ROWS * variant.channels * 4)
-    arch.mbarrier_wait(sums.arrived, it & 1)
+    if wg_tid == 0:
+        arch.mbarrier_arrive_and_expect_tx(sums.inbox_full, ROWS * variant.channels * 4)
+    arch.mbarrier_wait(sums.inbox_full, row_count & 1)
     for x in range_constexpr(variant.channels // 8):
-        add_quad(variant, acc_dQ, x, cute.make_tensor((sums.inbox + (x * 128 + wt) * 4).align(16), cute.make_layout(4)))
+        add_quad(variant, acc_dQ, x, cute.make_tensor((sums.inbox + (x * 128 + wg_tid) * 4).align(16), cute.make_layout(4)))
     arch.sync_warp()
     if lane == 0:
-        arch.mbarrier_arrive(sums.passed, rank + 1)
+        arch.mbarrier_arrive(sums.inbox_empty, rank + 1)
 
 
 @cute.jit
-def send_dq(variant, acc_dQ, sums, rank: Int32, it: Int32, wt: Int32):
+def send_dq(variant, acc_dQ, sums, rank: Int32, row_count: Int32, wg_tid: Int32):
     """Send dq to the block before, once it has read the row before."""
-    if it > 0:
-        arch.mbarrier_wait(sums.passed, (it - 1) & 1)
+    if row_count > 0:
+        arch.mbarrier_wait(sums.inbox_empty, (row_count - 1) & 1)
     to = arch.map_dsmem_ptr(sums.inbox, rank - 1).toint()
-    barrier = arch.map_dsmem_ptr(sums.arrived, rank - 1).toint()
+    barrier = arch.map_dsmem_ptr(sums.inbox_full, rank - 1).toint()
     for x in range_constexpr(variant.channels // 8):
-        store_remote(to + (x * 128 + wt) * 16, [acc_dQ[4 * x + z] for z in range(4)], barrier)
+        store_remote(to + (x * 128 + wg_tid) * 16, [acc_dQ[4 * x + z] for z in range(4)], barrier)
 
 
 def key_of_slice(u: Any, group: Any, groups: int, slices: int, interleave: int) -> Any:
@@ -188,15 +193,17 @@ def release_queries(variant, rings, more: Boolean, lane: Int32):
 
 
 @cute.jit
-def add_part(variant, db, dpair: cute.Tensor, b: Int32, h: Int32, q0: Int32, first_key: Int32, LQ: Int32, LK: Int32, t4: Int32):
+def add_pair_part(
+    variant, acc_dPair, mdPair: cute.Tensor, b: Int32, h: Int32, q0: Int32, first_key: Int32, LQ: Int32, LK: Int32, t4: Int32
+):
     """Add this block's part of d(pair bias): two neighbours exchange halves, so that each adds four numbers of one query."""
     odd = t4 % 2 == 1
     q = q0 + 8 * (t4 % 2)
-    line = dpair[b, h, cutlass.min(q, LQ - 1), None].iterator
+    line = mdPair[b, h, cutlass.min(q, LQ - 1), None].iterator
     for u in range_constexpr(variant.slices):
         for x in range_constexpr(4):
             key = first_key + slice_key(variant, u) + 8 * x - 2 * (t4 % 2)
-            a, e, f, k = (db[4 * x + y, u] for y in range(4))
+            a, e, f, k = (acc_dPair[4 * x + y, u] for y in range(4))
             first = arch.shuffle_sync_bfly(cutlass.select_(odd, a, f), 1)
             second = arch.shuffle_sync_bfly(cutlass.select_(odd, e, k), 1)
             if key < LK and q < LQ:
@@ -210,14 +217,14 @@ def add_part(variant, db, dpair: cute.Tensor, b: Int32, h: Int32, q0: Int32, fir
 
 
 @cute.jit
-def store_part(variant, db, partials: cute.Tensor, slot: Int32, tid: Int32):
-    """Leave this block's part of d(pair bias) as it lies in the registers, for `PanelSum`."""
+def store_pair_part(variant, acc_dPair, mParts: cute.Tensor, slot: Int32, tid: Int32):
+    """Write this block's part of d(pair bias) as it lies in the registers, for `PanelSum`."""
     for u in range_constexpr(variant.slices):
         for x in range_constexpr(4):
             four = cute.make_rmem_tensor(4, Float32)
             for y in range_constexpr(4):
-                four[y] = db[4 * x + y, u]
-            cute.autovec_copy(four, partials[slot, 4 * u + x, tid, None])
+                four[y] = acc_dPair[4 * x + y, u]
+            cute.autovec_copy(four, mParts[slot, 4 * u + x, tid, None])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,41 +241,41 @@ class PanelSum(Kernel):
     timed: bool = True
 
     @cute.jit
-    def __call__(self, partials: cute.Tensor, dpair: cute.Tensor, n: Int32, blocks: Int32, stream: cuda.CUstream):
+    def __call__(self, mParts: cute.Tensor, mdPair: cute.Tensor, n: Int32, blocks: Int32, stream: cuda.CUstream):
         """n: rows of a (b, h); blocks: clusters that `QueryGradients` was launched with."""
-        B, H, LQ, _ = dpair.shape
+        B, H, LQ, _ = mdPair.shape
         panels = B * H * ((LQ + ROWS - 1) // ROWS)
-        self.kernel(partials, dpair, n, blocks).launch(
+        self.kernel(mParts, mdPair, n, blocks).launch(
             grid=(panels, 4 * self.slices, self.cluster), block=(self.groups * 128, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, partials: cute.Tensor, dpair: cute.Tensor, n: Int32, blocks: Int32):
+    def kernel(self, mParts: cute.Tensor, mdPair: cute.Tensor, n: Int32, blocks: Int32):
         tid, _, _ = arch.thread_idx()
-        pan, x, rank = arch.block_idx()
-        B, H, LQ, LK = dpair.shape
+        panel, x, rank = arch.block_idx()
+        B, H, LQ, LK = mdPair.shape
         NQ = (LQ + ROWS - 1) // ROWS
         panels, change = Int64(B * H * NQ), Int32(0)
         each = Int32(share(panels * n, blocks))
         if const_expr(self.timed and self.cluster == 1):
             change = change_of(n, each)
             each = Int32(share(panels * (n + change), blocks))
-        start = first_row(pan, n, change)
+        start = first_row(panel, n, change)
         first, last = start // each, (start + n - 1) // each
         sums = cute.make_rmem_tensor(4, Float32)
         sums.fill(0.0)
         for c in cutlass.range(first, last + 1):
             part = cute.make_rmem_tensor(4, Float32)
-            cute.autovec_copy(partials[(c + pan) * self.cluster + rank, x, tid, None], part)
+            cute.autovec_copy(mParts[(c + panel) * self.cluster + rank, x, tid, None], part)
             for y in range_constexpr(4):
                 sums[y] = sums[y] + part[y]
-        s, wt = tid // 128, tid % 128
-        q = pan % NQ * ROWS + wt // 32 * 16 + wt % 32 // 4
-        key = key_of_slice(x // 4, rank * self.groups + s, self.cluster * self.groups, self.slices, self.interleave)
-        k = key + x % 4 * 8 + wt % 4 * 2
+        wg, wg_tid = tid // 128, tid % 128
+        q = panel % NQ * ROWS + wg_tid // 32 * 16 + wg_tid % 32 // 4
+        key = key_of_slice(x // 4, rank * self.groups + wg, self.cluster * self.groups, self.slices, self.interleave)
+        k = key + x % 4 * 8 + wg_tid % 4 * 2
         for r in range_constexpr(2):
             if q + 8 * r < LQ and k < LK:
-                line = dpair[pan // NQ // H, pan // NQ % H, q + 8 * r, None]
+                line = mdPair[panel // NQ // H, panel // NQ % H, q + 8 * r, None]
                 if const_expr(self.vector):
                     two = cute.make_rmem_tensor(2, self.dtype)
                     two[0], two[1] = sums[2 * r].to(self.dtype), sums[2 * r + 1].to(self.dtype)
@@ -280,5 +287,5 @@ class PanelSum(Kernel):
 
     def arguments(self) -> tuple[Any, ...]:
         slots, queries, keys = sizes(3)
-        partials = floats(slots, self.slices * 4, self.groups * 128, 4, align=16)
-        return partials, pair_bias(self.dtype, queries, keys, vector=self.vector), Int32(0), Int32(0)
+        mParts = floats(slots, self.slices * 4, self.groups * 128, 4, align=16)
+        return mParts, pair_bias(self.dtype, queries, keys, vector=self.vector), Int32(0), Int32(0)

@@ -5,7 +5,7 @@ warpgroups of 64 queries, fed by one producer warp a stream. What all rows of a 
 memory where it fits, and is streamed once for two rows where it does not; only keys and values always stream. A row's queries
 go on into registers; 64 channels leave no room there, and the tensor cores read them from shared memory at every step.
 
-Scores reach the registers complete: Q K^T, the pair bias (through an identity matrix) and the key-wise bias (as extra
+Scores reach the registers complete: Q K^T, the pair bias (through an identity matrix) and the key bias (as extra
 channels) all come from the tensor cores. With 8 channels half of a product's 16 are free; they hold the rest of the scale
 where its inverse, which a pair bias meets, is rounded. The softmax measures from the largest score of the first 32 keys instead
 of a running maximum. A row for which that overflows is found by its sum and done again, exactly, by `repair`.
@@ -39,13 +39,15 @@ THREADS = (CONSUMERS + 1) * 128
 
 
 class ForwardArguments(
-    namedtuple("ForwardArguments", "row ends deep raw_pair pair q k v o lse reference shifts row_b row_n scale interleave")
-):
+    namedtuple("ForwardArguments", "mTerms mEnds mKeyBias mRawPair mPair mQ mK mV mO mLSE mReference mPairReference "
+        "stride_b stride_n scale interleave")
+):  # fmt: skip
     """The arguments of the kernel.
 
-    q, k, v, o: [b,n,h,l,d]. row, ends, deep: the key-wise bias as `KeyBias` leaves it, [r, keys * TERMS], [r] and [r, keys];
-    row n of batch b has r = b * row_b + n * row_n. raw_pair: the pair bias as it is, [b|1,h|1,q,k]. pair, shifts: the same as
-    `PairBias` leaves it, and [b|1,h|1,q]; a float32 one is in `PairBiasTiles`, an even number of q. lse, reference: [b,n,h,q].
+    mQ, mK, mV, mO: [b,n,h,l,d]. mTerms, mEnds, mKeyBias: the key bias as `KeyBias` writes it, [r, keys * TERMS], [r] and
+    [r, keys]; row n of batch b has r = b * stride_b + n * stride_n. mRawPair: the user's pair bias, [b|1,h|1,q,k]. mPair,
+    mPairReference: what `PairBias` makes of it, and [b|1,h|1,q]; in float32 the tiles of `PairBiasTiles`, an even number of q.
+    mLSE, mReference: [b,n,h,q].
     """
 
 
@@ -53,17 +55,17 @@ class ForwardArguments(
 class Forward(Kernel):
     """One variant of the kernel. Sizes, strides and scale are known when it runs."""
 
-    dtype: Any  # cutlass type of q, k and v, and of the pair bias if it is not wide
+    dtype: Any  # cutlass type of q, k and v, and of the pair bias if it is not float32
     channels: int  # D = C
     _: dataclasses.KW_ONLY
     pair: bool  # whether there is a pair bias
-    row: bool  # whether there is a key-wise bias; a length that is no multiple of 64 needs one for its end
+    key_bias: bool  # whether there is a key bias; a length that is no multiple of 64 needs one for its end
     # whether 1 / scale is a number of dtype; otherwise it is taken in two terms, so that a pair bias is added exactly. With 8
     # channels it need not be: one term is taken, and q makes up for it.
     exact: bool
     resident: bool  # whether the pair bias of a panel stays in shared memory
     # whether the pair bias is float32: it streams, over scale, as the accumulators hold it (`PairBiasTiles`).
-    wide: bool = False
+    float32_pair: bool = False
 
     @property
     def streamed(self) -> bool:
@@ -71,41 +73,41 @@ class Forward(Kernel):
         return self.pair and not self.resident
 
     @property
-    def twice(self) -> bool:
+    def keys_twice(self) -> bool:
         """True if a product's 16 channels meet the 8 of a key twice."""
         return self.channels == 8
 
     @property
     def key_width(self) -> int:
         """Channels of a key in shared memory."""
-        return 8 if self.twice else padded(self.channels)
+        return 8 if self.keys_twice else padded(self.channels)
 
     @property
-    def prepared(self) -> bool:
+    def dependent(self) -> bool:
         """True if a kernel of key_bias.py or pair_bias.py comes before; this one starts while it runs."""
-        return self.row or self.streamed
+        return self.key_bias or self.streamed
 
     @property
-    def slots(self) -> int:
+    def query_stages(self) -> int:
         """Stages of a stream's queries."""
         return 1 if self.channels < 64 else 2
 
     @property
-    def odd(self) -> bool:
+    def half_blocks(self) -> bool:
         """True if a row may end in a block of one slice: more channels leave no registers for that."""
-        return self.row and self.channels < 48
+        return self.key_bias and self.channels < 48
 
     @property
     def stages(self) -> int:
         """Stages of a stream's keys."""
-        if self.wide:
+        if self.float32_pair:
             return {16: 4, 32: 3, 64: 2}[padded(self.channels)]
         return 3 if self.resident and self.pair else {16: 5, 32: 5, 64: 3}[padded(self.channels)]
 
     @property
     def terms(self) -> int:
         """Terms of 1 / scale."""
-        return 1 if self.exact or self.twice else 2
+        return 1 if self.exact or self.keys_twice else 2
 
     @property
     def pair_tiles(self) -> int:
@@ -118,104 +120,105 @@ class Forward(Kernel):
         tiles = 2 * CONSUMERS * ROWS * padded(self.channels)
         tiles += STREAMS * self.stages * KEYS * (self.key_width + padded(self.channels))
         terms = self.terms * SLICE * SLICE + STREAMS * self.stages * KEYS * TERMS
-        pair = self.pair_tiles * ROWS * KEYS * (2 if self.wide else 1)
+        pair = self.pair_tiles * ROWS * KEYS * (2 if self.float32_pair else 1)
         return 2 * (tiles + terms + pair) + 2048
 
     def arguments(self) -> tuple[Any, ...]:
         b, n, h, lq, lk = sizes(5)
         q, k, v, o = (lines(self.dtype, b, n, h, length, self.channels) for length in (lq, lk, lk, lq))
-        row, ends = (lines(self.dtype, *sizes(2)), key_ends()) if self.row else (None, None)
-        deep = floats(*sizes(2)) if self.row and self.pair else None
-        raw_pair = pair = shifts = None
+        terms, ends = (lines(self.dtype, *sizes(2)), key_ends()) if self.key_bias else (None, None)
+        key_bias = floats(*sizes(2)) if self.key_bias and self.pair else None
+        raw_pair = pair = pair_reference = None
         if self.pair:
-            raw_pair = strided(Float32 if self.wide else self.dtype, *sizes(4))
-            pair = lines(Float32, *sizes(4), ROWS * KEYS) if self.wide else lines(self.dtype, *sizes(4))
-            shifts = floats(*sizes(3))
+            raw_pair = strided(Float32 if self.float32_pair else self.dtype, *sizes(4))
+            pair = lines(Float32, *sizes(4), ROWS * KEYS) if self.float32_pair else lines(self.dtype, *sizes(4))
+            pair_reference = floats(*sizes(3))
         lse, reference = floats(b, n, h, lq), floats(b, n, h, lq)
         numbers = (Int32(0), Int32(0), Float32(0.0), Int32(0), Int32(0))
-        return q, k, v, row, ends, deep, raw_pair, pair, o, lse, reference, shifts, *numbers
+        return q, k, v, terms, ends, key_bias, raw_pair, pair, o, lse, reference, pair_reference, *numbers
 
     def layouts(self):
         return (
-            k_major(self.dtype, ROWS, padded(self.channels), self.slots * CONSUMERS),  # q
+            k_major(self.dtype, ROWS, padded(self.channels), self.query_stages * CONSUMERS),  # q
             k_major(self.dtype, KEYS, self.key_width, STREAMS * self.stages),  # k
             mn_major(self.dtype, padded(self.channels), KEYS, STREAMS * self.stages),  # v
             k_major(self.dtype, ROWS, KEYS, self.pair_tiles),  # pair bias
             k_major(self.dtype, SLICE, SLICE, self.terms),  # identity / scale
-            k_major(self.dtype, 16, padded(self.channels), self.slots * CONSUMERS * 4),  # o, a warp's rows
+            k_major(self.dtype, 16, padded(self.channels), self.query_stages * CONSUMERS * 4),  # o, a warp's rows
         )
 
     @cute.jit
     def __call__(
-        self, q, k, v, row, ends, deep, raw_pair, pair, o, lse, reference, shifts, row_b, row_n, scale, interleave, blocks,
-        stream: cuda.CUstream,
+        self, mQ, mK, mV, mTerms, mEnds, mKeyBias, mRawPair, mPair, mO, mLSE, mReference, mPairReference, stride_b, stride_n,
+        scale, interleave, blocks, stream: cuda.CUstream,
     ):  # fmt: skip
         """Launch the kernel; `ForwardArguments` explains the tensors."""
         lq, lk, lv, lp, _, lo = self.layouts()
-        tma_Q = load_tma(q, lq, (ROWS, padded(self.channels)))
-        tma_K = load_tma(k, lk, (KEYS, self.key_width))
-        tma_V = load_tma(v, lv, (padded(self.channels), KEYS), (4, 3, 2, 1, 0))
-        tma_O = store_tma(o, lo, (16, padded(self.channels)))
-        tma_P = tma_Q
-        if const_expr(self.streamed and not self.wide):
-            tma_P = load_tma(pair, lp, (ROWS, KEYS), (2, 3, 1, 0))
+        tma_Q = load_tma(mQ, lq, (ROWS, padded(self.channels)))
+        tma_K = load_tma(mK, lk, (KEYS, self.key_width))
+        tma_V = load_tma(mV, lv, (padded(self.channels), KEYS), (4, 3, 2, 1, 0))
+        tma_O = store_tma(mO, lo, (16, padded(self.channels)))
+        tma_pair = tma_Q
+        if const_expr(self.streamed and not self.float32_pair):
+            tma_pair = load_tma(mPair, lp, (ROWS, KEYS), (2, 3, 1, 0))
         args = ForwardArguments(
-            row, ends, deep, raw_pair, pair, q, k, v, o, lse, reference, shifts, row_b, row_n, scale, interleave
-        )
-        self.kernel(tma_Q, tma_K, tma_V, tma_P, tma_O, args).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.prepared
+            mTerms, mEnds, mKeyBias, mRawPair, mPair, mQ, mK, mV, mO, mLSE, mReference, mPairReference, stride_b, stride_n,
+            scale, interleave,
+        )  # fmt: skip
+        self.kernel(tma_Q, tma_K, tma_V, tma_pair, tma_O, args).launch(
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.dependent
         )
 
     def allocate(self):
-        """The shared memory of a block: tiles, terms of the key-wise bias, rings, turns, notes of warps, origins."""
+        """The shared memory of a block: tiles, terms of the key bias, rings, and what warps exchange and remember."""
         ST = self.stages
         smem = SmemAllocator()
         lq, lk, lv, lp, li, lo = self.layouts()
         new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
-        if const_expr(self.wide):
+        if const_expr(self.float32_pair):
             memory = smem.allocate_array(Float32, self.pair_tiles * ROWS * KEYS, byte_alignment=1024)
-            sP = cute.make_tensor(memory, cute.make_layout((4, 128, 8, self.pair_tiles), stride=(1, 4, 512, ROWS * KEYS)))
+            sPair = cute.make_tensor(memory, cute.make_layout((4, 128, 8, self.pair_tiles), stride=(1, 4, 512, ROWS * KEYS)))
         else:
-            sP = new(lp)
+            sPair = new(lp)
         sK, sV, sQ = new(lk), new(lv), new(lq)
-        sO = new(lo) if const_expr(self.slots == 1) else cute.make_tensor(sQ.iterator, lo.outer)
-        sI = new(li)
-        sB = smem.allocate_array(self.dtype, STREAMS * ST * KEYS * TERMS, byte_alignment=128)
+        sO = new(lo) if const_expr(self.query_stages == 1) else cute.make_tensor(sQ.iterator, lo.outer)
+        sIdentity = new(li)
+        sTerms = smem.allocate_array(self.dtype, STREAMS * ST * KEYS * TERMS, byte_alignment=128)
         rings = ForwardRings(
-            Ring.allocate(smem, STREAMS * ST), Ring.allocate(smem, ST), Ring.allocate(smem, STREAMS * self.slots)
+            Ring.allocate(smem, STREAMS * ST), Ring.allocate(smem, ST), Ring.allocate(smem, STREAMS * self.query_stages)
         )
-        all_notes = cute.make_tensor(
+        sState = cute.make_tensor(
             smem.allocate_array(Int32, CONSUMERS * 4 * 8), cute.make_layout((CONSUMERS * 4, 8), stride=(8, 1))
         )
-        # What the pair bias of a warp's queries is measured from.
-        origins = cute.make_tensor(
+        # The references of the pair bias, of each warp's queries.
+        sReference = cute.make_tensor(
             smem.allocate_array(Float32, CONSUMERS * 4 * WARP_QUERIES), cute.make_layout((WARP_QUERIES, CONSUMERS * 4))
         )
-        # What a stream's producer tells its consumers of each turn: the row n, and how many slices of keys it has.
-        turns = cute.make_tensor(
+        # What a stream's producer tells its consumers of each turn: ROW and SLICES, the row n and its slices of keys.
+        sWork = cute.make_tensor(
             smem.allocate_array(Int32, STREAMS * 4 * 2), cute.make_layout((STREAMS, 4, 2), stride=(8, 2, 1))
         )
-        return ForwardTiles(sQ, sK, sV, sP, sI, sB, sO), sB, rings, (turns, all_notes, origins)
+        return ForwardTiles(sQ, sK, sV, sPair, sIdentity, sTerms, sO), sTerms, rings, (sWork, sState, sReference)
 
     @cute.kernel
-    def kernel(self, tma_Q, tma_K, tma_V, tma_P, tma_O, args):
+    def kernel(self, tma_Q, tma_K, tma_V, tma_pair, tma_O, args):
         """The roles of a block's warps, after its shared memory and its share of the work."""
         D, ST = padded(self.channels), self.stages
-        B, N, H, LQ, _ = args.q.shape
-        key_blocks = (args.k.shape[3] + KEYS - 1) // KEYS
+        B, N, H, LQ, _ = args.mQ.shape
+        key_blocks = (args.mK.shape[3] + KEYS - 1) // KEYS
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
-        wid = arch.make_warp_uniform(arch.warp_idx())
+        warp_idx = arch.make_warp_uniform(arch.warp_idx())
         lane = arch.lane_idx()
-        shared, sB, rings, notes = self.allocate()
+        shared, sTerms, rings, exchange = self.allocate()
         if tid == 0:
             rings.keys.initialize(consumers=HALVES * 4)
             rings.pair.initialize(consumers=CONSUMERS * 4)
             rings.queries.initialize(consumers=HALVES * 4)
         arch.mbarrier_init_fence()
-        if const_expr(self.pair and not self.wide):
-            fill_identity(self, shared.sI, args.scale, tid)
+        if const_expr(self.pair and not self.float32_pair):
+            fill_identity(self, shared.sIdentity, args.scale, tid)
         arch.sync_threads()
         # ---- this block's share: units (panel, n) from first to last
         panels = (LQ + HALVES * ROWS - 1) // (HALVES * ROWS)
@@ -225,35 +228,35 @@ class Forward(Kernel):
         copy_K = TmaTiles.of(tma_K, (KEYS, self.key_width), shared.sK)
         copy_V = TmaTiles.of(tma_V, (D, KEYS), shared.sV, (0, None, None, None, None))
         copy_O = TmaTiles.of(tma_O, (16, D), shared.sO)
-        copy_P = None
-        if const_expr(self.streamed and not self.wide):
-            copy_P = TmaTiles.of(tma_P, (ROWS, KEYS), shared.sP, (None, None, None, None))
-        if wid >= CONSUMERS * 4:
+        copy_pair = None
+        if const_expr(self.streamed and not self.float32_pair):
+            copy_pair = TmaTiles.of(tma_pair, (ROWS, KEYS), shared.sPair, (None, None, None, None))
+        if warp_idx >= CONSUMERS * 4:
             # ================= producers: one warp a stream
             arch.setmaxregister_decrease(32)
-            s = wid - CONSUMERS * 4
-            if const_expr(self.prepared):
+            s = warp_idx - CONSUMERS * 4
+            if const_expr(self.dependent):
                 arch.griddepcontrol_wait()
             if s < STREAMS:
-                tiles_P = cute.make_tensor(shared.sP.iterator, cute.make_layout((ROWS * KEYS, self.pair_tiles)))
-                copies = ForwardCopies(copy_Q, copy_K, copy_V, copy_P)
-                produce(self, s, args, span, sizes, key_blocks, notes[0], tiles_P, sB, rings.stream(s, ST), copies)
+                pair_tiles = cute.make_tensor(shared.sPair.iterator, cute.make_layout((ROWS * KEYS, self.pair_tiles)))
+                copies = ForwardCopies(copy_Q, copy_K, copy_V, copy_pair)
+                produce(self, s, args, span, sizes, key_blocks, exchange[0], pair_tiles, sTerms, rings.stream(s, ST), copies)
         else:
             # ================= consumers
             arch.setmaxregister_increase(112)
-            wg = wid // 4
-            thread = Thread(wg // HALVES, wg % HALVES, wid % 4, tid % 128, lane, lane // 4, lane % 4, tid, wid, wg)
-            here = rings.stream(thread.s, ST)
-            consume(self, thread, bid, args, span, sizes, key_blocks, shared, copy_O, here, *notes)
+            wg = warp_idx // 4
+            thread = Thread(wg // HALVES, wg % HALVES, warp_idx % 4, tid % 128, lane, lane // 4, lane % 4, tid, warp_idx, wg)
+            stream_rings = rings.stream(thread.stream, ST)
+            consume(self, thread, bid, args, span, sizes, key_blocks, shared, copy_O, stream_rings, *exchange)
 
 
 @cute.jit
-def fill_identity(variant, sI: cute.Tensor, scale: Float32, tid: Int32):
+def fill_identity(variant, sIdentity: cute.Tensor, scale: Float32, tid: Int32):
     """Write the identity over scale, which a pair bias is multiplied by, in terms of dtype."""
     for i in cutlass.range(tid, SLICE * SLICE, THREADS):
         remainder = Float32(1.0) / scale
         for y in range_constexpr(variant.terms):
             alpha = remainder.to(variant.dtype)
             remainder = remainder - alpha.to(Float32)
-            sI[i // SLICE, i % SLICE, y] = cutlass.select_(i // SLICE == i % SLICE, alpha, variant.dtype(0.0))
+            sIdentity[i // SLICE, i % SLICE, y] = cutlass.select_(i // SLICE == i % SLICE, alpha, variant.dtype(0.0))
     arch.fence_proxy("async.shared", space="cta")

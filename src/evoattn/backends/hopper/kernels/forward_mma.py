@@ -1,4 +1,4 @@
-"""The steps of a row in the forward: scores by the tensor cores, softmax, output, block of keys after block of keys."""
+"""The steps of a row in a consumer warpgroup of the forward: scores, softmax and output, one block of keys after another."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from evoattn.backends.hopper.tiles import CHAIN, HALVES, ROWS, SLICE
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 _LOW = -256.0  # a reference below, in units of log2, may be one of keys that a finite bias masks
+ROW, SLICES = range(2)  # of `sWork`: what a producer tells its consumers of a turn, the row n and its slices of keys
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardRings:
-    """The rings of keys (with values and key-wise bias), of the pair bias, which uses the same slots, and of queries."""
+    """The rings of keys (with values and key bias), of the pair bias, which uses the same slots, and of queries."""
 
     keys: Ring
     pair: Ring
     queries: Ring
 
-    def stream(self, s: Any, stages: int) -> ForwardRings:
+    def stream(self, stream: Any, stages: int) -> ForwardRings:
         """The rings of a stream."""
-        return dataclasses.replace(self, keys=self.keys.of(s, stages))
+        return dataclasses.replace(self, keys=self.keys.of(stream, stages))
 
     def at(self, first: Any) -> ForwardRings:
         """The rings of the stream whose first stage has this number."""
@@ -37,13 +38,13 @@ class ForwardRings:
 
 
 class ForwardRow(namedtuple("ForwardRow", "acc_S0 acc_S1 acc_O m l")):
-    """Registers of a row: scores of two slices, the output, what scores are measured from, and the sums of probabilities."""
+    """Registers of a row: scores of two slices, the output, the references in units of log2, and the sums of probabilities."""
 
 
-class ForwardOperands(namedtuple("ForwardOperands", "tSrQ tSsQ tSrA tSrK tSrB tSrP tSrI tOrV")):
+class ForwardOperands(namedtuple("ForwardOperands", "tSrQ tSsQ tSrAlpha tSrK tSrTerms tSrPair tSrIdentity tOrV")):
     """Operands of the products, as fragments of a thread.
 
-    tSrQ, tSsQ: queries in registers, and in shared memory. tSrA, tSrB: coefficients and terms of the key-wise bias. tSrP, tSrI:
+    tSrQ, tSsQ: queries in registers, and in shared memory. tSrA, tSrB: coefficients and terms of the key bias. tSrP, tSrI:
     the pair bias, and the identity over scale. tSrK, tOrV: keys and values.
     """
 
@@ -58,41 +59,41 @@ class QueryCopy:
     excess: Any
 
 
-def query_slot(variant, s, turn, phase):
+def query_slot(variant, stream, turn, phase):
     """The slot of the row that is `turn` in stream s.
 
     With one slot the queries go on into registers, and the caller counts the phase. With two, for want of registers,
     the tensor cores read them from the slot at every step, and o leaves from there.
     """
-    return Slot(s, phase) if variant.slots == 1 else Slot(s * 2 + turn % 2, turn // 2 % 2)
+    return Slot(stream, phase) if variant.query_stages == 1 else Slot(stream * 2 + turn % 2, turn // 2 % 2)
 
 
-def query_operand(variant, operands, s, half, turn):
+def query_operand(variant, operands, stream, half, turn):
     """A row's queries as an operand."""
-    if variant.slots == 1:
+    if variant.query_stages == 1:
         return operands.tSrQ
-    return operands.tSsQ[None, None, None, query_slot(variant, s, turn, 0).stage * HALVES + half]
+    return operands.tSsQ[None, None, None, query_slot(variant, stream, turn, 0).stage * HALVES + half]
 
 
 @cute.jit
-def load_queries(variant, rings, copy, tSrQ, s: Int32, half: Int32, turn: Int32, phase: Int32):
+def load_queries(variant, rings, copy, tSrQ, stream: Int32, half: Int32, turn: Int32, phase: Int32):
     """Wait for a row's queries. With 8 channels the other 8 are q times the excess of the scale."""
-    rings.queries.consumer_wait(query_slot(variant, s, turn, phase))
-    if const_expr(variant.slots == 1):
-        cute.copy(copy.atom, copy.source[None, None, None, s * HALVES + half], copy.target)
-        if const_expr(variant.twice):
+    rings.queries.consumer_wait(query_slot(variant, stream, turn, phase))
+    if const_expr(variant.query_stages == 1):
+        cute.copy(copy.atom, copy.source[None, None, None, stream * HALVES + half], copy.target)
+        if const_expr(variant.keys_twice):
             for x in range_constexpr(4):
                 tSrQ[4 + x] = (tSrQ[x].to(Float32) * copy.excess).to(variant.dtype)
 
 
 @cute.jit
-def release_registers(variant, rings, s: Int32, lane: Int32):
+def release_registers(variant, rings, stream: Int32, lane: Int32):
     """Release the slot of queries that went into registers, once a product has used these.
 
     Earlier, loads might still be on their way: an arrival may overtake them.
     """
-    if const_expr(variant.slots == 1):
-        rings.queries.consumer_release(s, lane)
+    if const_expr(variant.query_stages == 1):
+        rings.queries.consumer_release(stream, lane)
 
 
 @cute.jit
@@ -127,9 +128,9 @@ def pair_tile(variant, j, slot, half):
 @cute.jit
 def chain_steps(
     variant, j: cutlass.Constexpr, left: Int32, blocks: Int32, queries, operands, row, c: Float32, half: Int32, slot,
-    before: Int32, output: Int32, rings, lane: Int32,
+    old_stage: Int32, output: Int32, rings, lane: Int32,
 ):  # fmt: skip
-    """Do blocks j, j + 1, ... of a row, up to CHAIN of those that are left; acc_S1 has scores of the block in `before`.
+    """Do blocks j, j + 1, ... of a row, up to CHAIN of those that are left; acc_S1 has scores of the block in `old_stage`.
 
     `output` is the stage of queries from which the o of the row before leaves. Returns the next slot of keys, and the stage
     of the block whose second half is still to be done.
@@ -138,13 +139,13 @@ def chain_steps(
     scores(variant, queries, operands, row.acc_S1, 1, pair_tile(variant, j, slot, half), rings.keys.index(slot.stage))
     if const_expr(j > 0):
         warpgroup.wait_group(1)
-        release_keys(variant, rings, before, lane)
+        release_keys(variant, rings, old_stage, lane)
     adds = left != blocks if const_expr(j == 0 and not variant.resident) else j > 0
     softmax(variant, row, operands, c, row.acc_S0, 0, rings.keys.index(slot.stage), adds)
-    if const_expr(variant.slots == 2 and j == 0):
+    if const_expr(variant.query_stages == 2 and j == 0):
         if left == blocks:
             release_output(variant, rings, output, lane)
-    before, slot = slot.stage, rings.keys.advance(slot)
+    old_stage, slot = slot.stage, rings.keys.advance(slot)
     if const_expr(j + 1 < CHAIN):
         if j + 1 < left:
             wait_keys(variant, rings, slot)
@@ -153,39 +154,39 @@ def chain_steps(
                 variant, queries, operands, row.acc_S0, 0, pair_tile(variant, j + 1, slot, half), rings.keys.index(slot.stage)
             )
             warpgroup.wait_group(1)
-            softmax(variant, row, operands, c, row.acc_S1, 1, rings.keys.index(before))
-            slot, before = chain_steps(
-                variant, j + 1, left, blocks, queries, operands, row, c, half, slot, before, output, rings, lane
+            softmax(variant, row, operands, c, row.acc_S1, 1, rings.keys.index(old_stage))
+            slot, old_stage = chain_steps(
+                variant, j + 1, left, blocks, queries, operands, row, c, half, slot, old_stage, output, rings, lane
             )
         else:
             warpgroup.wait_group(0)
     else:
         warpgroup.wait_group(0)
-    return slot, before
+    return slot, old_stage
 
 
 def scores(variant, queries, operands, acc_S, part, tile, stage):
-    """Issue S = Q K^T + key-wise bias + pair bias for slice `part` of a stage: one wgmma group.
+    """Issue S = Q K^T + key bias + pair bias for slice `part` of a stage: one wgmma group.
 
-    With a wide pair bias the accumulators start from it.
+    With a float32 pair bias the accumulators start from it.
     """
-    _, _, tSrA, tSrK, tSrB, tSrP, tSrI, _ = operands
-    if variant.wide:
+    _, _, tSrAlpha, tSrK, tSrTerms, tSrPair, tSrIdentity, _ = operands
+    if variant.float32_pair:
         for x in range(4):
             four = cute.make_tensor(acc_S.iterator + 4 * x, cute.make_layout(4))
-            cute.autovec_copy(tSrP[None, 4 * part + x, tile], four)
+            cute.autovec_copy(tSrPair[None, 4 * part + x, tile], four)
         warpgroup.fence()
     for step in range(variant.steps):
-        tiled = multiply(variant.dtype, variant.slots == 2, K, SLICE, variant.wide or step > 0)
+        tiled = multiply(variant.dtype, variant.query_stages == 2, K, SLICE, variant.float32_pair or step > 0)
         cute.gemm(tiled, acc_S, queries[None, None, step], tSrK[None, None, step, part, stage], acc_S)
-    if variant.row:
+    if variant.key_bias:
         tiled = multiply(variant.dtype, False, K, SLICE)
-        cute.gemm(tiled, acc_S, tSrA[None, None, 0], tSrB[None, None, 0, part, stage], acc_S)
-    if variant.pair and not variant.wide:
+        cute.gemm(tiled, acc_S, tSrAlpha[None, None, 0], tSrTerms[None, None, 0, part, stage], acc_S)
+    if variant.pair and not variant.float32_pair:
         for term in range(variant.terms):
             for x in range(2):
                 tiled = multiply(variant.dtype, True, K, SLICE)
-                cute.gemm(tiled, acc_S, tSrP[None, None, part * 2 + x, tile], tSrI[None, None, x, term], acc_S)
+                cute.gemm(tiled, acc_S, tSrPair[None, None, part * 2 + x, tile], tSrIdentity[None, None, x, term], acc_S)
     warpgroup.commit_group()
 
 
@@ -216,7 +217,7 @@ def softmax(variant, row, operands, c, acc_S, part, stage, adds: Any = True):
 
 @cute.jit
 def choose_reference(variant, acc_S: cute.Tensor, acc_O: cute.Tensor, m: cute.Tensor, l: cute.Tensor, c: Float32):
-    """Choose what the scores of a row are measured from, if only masked keys came before.
+    """Choose the references of a row, if only masked keys came before.
 
     O and l then hold nothing, or too little to count.
     """

@@ -30,12 +30,14 @@ from evoattn.backends.hopper.lib.ring import Ring
 from evoattn.backends.hopper.tiles import QUERIES, ROWS, padded
 
 
-class FusedArguments(namedtuple("FusedArguments", "o do k row lse dlse dq dk dv dmask ends scale row_b row_n")):
+class FusedArguments(
+    namedtuple("FusedArguments", "mO mdO mK mTerms mLSE mdLSE mdQ mdK mdV mdMask mEnds scale stride_b stride_n")
+):
     """The arguments of the kernel, but for q and v, which the copy engine alone reads.
 
-    o, do, k, dq, dk, dv: [b,n,h,l,d]. row: terms of the key-wise bias, [r, keys * TERMS]; row n of batch b has
-    r = b * row_b + n * row_n, which must cover whole tiles of 64 keys. lse, dlse: [b,n,h,q]. dmask: float32 [b,n,h,k], or None.
-    ends [r]: the number of keys up to the last that is not masked; tiles beyond are cleared, all but the first.
+    mO, mdO, mK, mdQ, mdK, mdV: [b,n,h,l,d]. mTerms: terms of the key bias, [r, keys * TERMS], of whole tiles of 64 keys; row n
+    of batch b has r = b * stride_b + n * stride_n. mLSE, mdLSE: [b,n,h,q]. mdMask: float32 [b,n,h,k], or None. mEnds [r]: the
+    number of keys up to the last that is not masked; the gradients of tiles beyond are cleared, except of the first tile.
     """
 
 
@@ -46,7 +48,7 @@ class FusedGradients(Kernel):
     dtype: Any  # cutlass type of q, k and v
     channels: int  # D, 32 at most
     _: dataclasses.KW_ONLY
-    row: bool  # whether there is a key-wise bias
+    key_bias: bool  # whether there is a key bias
     mask_gradient: bool = False  # whether the gradient of the mask bias is wanted
     dlse: bool = False  # whether lse has a gradient
     # whether a gate multiplies O. Then `GatePass` has found delta, which comes with dlse, and o is not read.
@@ -66,15 +68,33 @@ class FusedGradients(Kernel):
 
     @cute.jit
     def __call__(
-        self, q, k, v, o, do, row, lse, dlse, dq, dk, dv, dmask, ends, scale, row_b, row_n, blocks, stream: cuda.CUstream
+        self,
+        mQ,
+        mK,
+        mV,
+        mO,
+        mdO,
+        mTerms,
+        mLSE,
+        mdLSE,
+        mdQ,
+        mdK,
+        mdV,
+        mdMask,
+        mEnds,
+        scale,
+        stride_b,
+        stride_n,
+        blocks,
+        stream: cuda.CUstream,
     ):
         """Launch the kernel; `FusedArguments` explains the tensors."""
         lk, _, lq, _, _, _ = self.layouts()
-        tma_K, tma_V = (load_tma(x, lk, (ROWS, padded(self.channels))) for x in (k, v))
-        tma_Q, tma_dO = (load_tma(x, lq, (QUERIES, padded(self.channels))) for x in (q, do))
-        args = FusedArguments(o, do, k, row, lse, dlse, dq, dk, dv, dmask, ends, scale, row_b, row_n)
+        tma_K, tma_V = (load_tma(x, lk, (ROWS, padded(self.channels))) for x in (mK, mV))
+        tma_Q, tma_dO = (load_tma(x, lq, (QUERIES, padded(self.channels))) for x in (mQ, mdO))
+        args = FusedArguments(mO, mdO, mK, mTerms, mLSE, mdLSE, mdQ, mdK, mdV, mdMask, mEnds, scale, stride_b, stride_n)
         self.kernel(tma_K, tma_V, tma_Q, tma_dO, args).launch(
-            grid=(blocks, 1, 1), block=((GROUPS + 1) * 128, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.row
+            grid=(blocks, 1, 1), block=((GROUPS + 1) * 128, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.key_bias
         )
 
     def allocate(self):
@@ -91,23 +111,23 @@ class FusedGradients(Kernel):
         sums = smem.allocate_tensor(
             Float32, cute.make_layout((4, 32, across, 4, QT), stride=(1, 4, 128, 128 * across, 512 * across)), 128
         )
-        sS = smem.allocate_array(Float32, QT * TILE, byte_alignment=128)
+        sStats = smem.allocate_array(Float32, QT * TILE, byte_alignment=128)
         queries, keys = (Ring.allocate(smem, stages, sleeps=True) for stages in (QT, 2 * GROUPS))
         values_empty, added = (smem.allocate_array(Int64, x) for x in (GROUPS, GROUPS * QT))
         rings = consumer.FusedRings(queries, keys, values_empty, added)
-        books = cute.make_tensor(smem.allocate_array(Int32, GROUPS * 32), cute.make_layout((GROUPS * 4, 8), stride=(8, 1)))
-        return consumer.FusedShared(sQ, sdO, sQt, sdOt, sS, sK, sKt, sdS, sdSt, sums, books), rings
+        sState = cute.make_tensor(smem.allocate_array(Int32, GROUPS * 32), cute.make_layout((GROUPS * 4, 8), stride=(8, 1)))
+        return consumer.FusedShared(sQ, sdO, sQt, sdOt, sStats, sK, sKt, sdS, sdSt, sums, sState), rings
 
     @cute.kernel
     def kernel(self, tma_K, tma_V, tma_Q, tma_dO, args):
         """The roles of a block's warps, after its shared memory and its share of the work."""
         D = padded(self.channels)
-        B, N, H, LQ, _ = args.o.shape
-        LK = args.k.shape[3]
+        B, N, H, LQ, _ = args.mO.shape
+        LK = args.mK.shape[3]
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
-        wid = arch.make_warp_uniform(arch.warp_idx())
+        warp_idx = arch.make_warp_uniform(arch.warp_idx())
         lane = arch.lane_idx()
         shared, rings = self.allocate()
         if tid == 0:
@@ -129,24 +149,24 @@ class FusedGradients(Kernel):
         copy_K, copy_V = (TmaTiles.of(x, (ROWS, D), shared.sK) for x in (tma_K, tma_V))
         copy_Q, copy_dO = TmaTiles.of(tma_Q, (QUERIES, D), shared.sQ), TmaTiles.of(tma_dO, (QUERIES, D), shared.sdO)
         sizes = (N, H, NK, NT, LQ, thirds)
-        if wid >= GROUPS * 4:
+        if warp_idx >= GROUPS * 4:
             # ================= one warp brings in, three find the statistics of a third of the tiles each
             arch.setmaxregister_decrease(56)
-            s = wid - GROUPS * 4
-            if s == GROUPS:
+            wg = warp_idx - GROUPS * 4
+            if wg == GROUPS:
                 produce(self, bid, blocks, items, args, sizes, (copy_K, copy_V, copy_Q, copy_dO), rings)
             else:
-                produce_statistics(self, s, bid, blocks, items, args, sizes, inverse, shared.sS, rings.queries, lane)
+                produce_statistics(self, wg, bid, blocks, items, args, sizes, inverse, shared.sStats, rings.queries, lane)
         else:
             # ================= consumers
             arch.setmaxregister_increase(152)
-            consumer.consume(self, bid, blocks, items, args, sizes, shared, rings, inverse, tid, wid, lane)
+            consumer.consume(self, bid, blocks, items, args, sizes, shared, rings, inverse, tid, warp_idx, lane)
 
     def arguments(self) -> tuple[Any, ...]:
         B, N, H, LQ, LK = sizes(5)
         lengths = (LQ, LK, LK, LQ, LQ, LQ, LK, LK)
         q, k, v, o, do, dq, dk, dv = (lines(self.dtype, B, N, H, length, self.channels) for length in lengths)
-        row, lse, dlse = lines(self.dtype, *sizes(2)), floats(B, N, H, LQ), floats(B, N, H, LQ)
+        key_bias, lse, dlse = lines(self.dtype, *sizes(2)), floats(B, N, H, LQ), floats(B, N, H, LQ)
         dmask = floats(B, N, H, LK) if self.mask_gradient else None
-        ends = key_ends() if self.row else None
-        return q, k, v, o, do, row, lse, dlse, dq, dk, dv, dmask, ends, Float32(0), Int32(0), Int32(0), Int32(0)
+        ends = key_ends() if self.key_bias else None
+        return q, k, v, o, do, key_bias, lse, dlse, dq, dk, dv, dmask, ends, Float32(0), Int32(0), Int32(0), Int32(0)

@@ -1,4 +1,8 @@
-"""The producer warps of `FusedGradients`: they load tiles, and find the statistics of the queries."""
+"""The producer warps of `FusedGradients`.
+
+They loop over the rows (b, n, h) of their block. One warp loads keys, values and queries into shared memory. Three warps own a
+third of the tiles of queries each, and write their statistics there.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
 from evoattn.backends.hopper.kernels.statistics import NEVER, TILE, write_statistics
-from evoattn.backends.hopper.lib.copies import clear_numbers, clear_rows
+from evoattn.backends.hopper.lib.copies import clear_lines, clear_numbers
 from evoattn.backends.hopper.lib.ring import Slot, sleep_until
 from evoattn.backends.hopper.lib.schedule import place
 from evoattn.backends.hopper.tiles import QUERIES, ROWS, padded
@@ -26,39 +30,39 @@ def third(variant, z, ends):
 
 @cute.jit
 def live_key_tiles(variant, n: Int32, b: Int32, args, tiles: Int32) -> Int32:
-    """Tiles of 64 keys of a row that are done: up to the last key that is not masked, or one."""
-    if const_expr(variant.row):
-        end = args.ends[b * args.row_b + n * args.row_n]
+    """The tiles of 64 keys of a row up to the last key that is not masked, and at least one."""
+    if const_expr(variant.key_bias):
+        end = args.mEnds[b * args.stride_b + n * args.stride_n]
         tiles = cutlass.min(cutlass.max((end + ROWS - 1) // ROWS, 1), tiles)
     return tiles
 
 
 @cute.jit
 def produce(variant, bid: Int32, blocks: Int32, items: Int32, args, sizes, copies, rings):
-    """Bring in the keys and values of each warpgroup, and the tiles of queries of each row."""
+    """Load the keys and values of each warpgroup, and the tiles of queries of each row."""
     N, H, NK, NT, _, thirds = sizes
     copy_K, copy_V, copy_Q, copy_dO = copies
     item, count = bid, Int32(0)
-    before = cute.make_rmem_tensor(GROUPS, Int32)  # tiles of keys so far, of each warpgroup
-    before.fill(0)
-    if const_expr(variant.row):
+    tiles_done = cute.make_rmem_tensor(GROUPS, Int32)  # tiles of keys so far, of each warpgroup
+    tiles_done.fill(0)
+    if const_expr(variant.key_bias):
         arch.griddepcontrol_wait()
     while item < items:
         h, n, b = place(item, H, N)
         live = live_key_tiles(variant, n, b, args, NK)
         for r in cutlass.range((live + GROUPS - 1) // GROUPS, unroll=1):
-            for s in range_constexpr(GROUPS):
-                i = r * GROUPS + s
+            for wg in range_constexpr(GROUPS):
+                i = r * GROUPS + wg
                 if i < live:
-                    done = before[s]
-                    before[s] = done + 1
-                    x, ring = done & 1, rings.keys.of(s, 2)
+                    done = tiles_done[wg]
+                    tiles_done[wg] = done + 1
+                    x, ring = done & 1, rings.keys.of(wg, 2)
                     ring.producer_acquire(Slot(x, done >> 1 & 1))
-                    sleep_until(rings.values_empty + s, (done & 1) ^ 1)
+                    sleep_until(rings.values_empty + wg, (done & 1) ^ 1)
                     with arch.elect_one():
                         ring.expect(x, 2 * ROWS * padded(variant.channels) * 2)
-                    copy_K.load((i, h, n, b), 3 * s + x, ring, x)
-                    copy_V.load((i, h, n, b), 3 * s + 2, ring, x)
+                    copy_K.load((i, h, n, b), 3 * wg + x, ring, x)
+                    copy_V.load((i, h, n, b), 3 * wg + 2, ring, x)
             if r == 0:
                 # each third's first tiles first
                 for y in cutlass.range(3 * (NT - thirds[1]), unroll=1):
@@ -74,7 +78,7 @@ def produce(variant, bid: Int32, blocks: Int32, items: Int32, args, sizes, copie
 
 @cute.jit
 def produce_statistics(
-    variant, s: Int32, bid: Int32, blocks: Int32, items: Int32, args, sizes, inverse: Float32, sS: cute.Pointer, ring,
+    variant, wg: Int32, bid: Int32, blocks: Int32, items: Int32, args, sizes, inverse: Float32, sStats: cute.Pointer, ring,
     lane: Int32,
 ):  # fmt: skip
     """Find the statistics of the queries of a third of the tiles: terms of -lse / scale, and of -delta.
@@ -82,42 +86,42 @@ def produce_statistics(
     The warp also clears the gradients of a third of the tiles of keys that are not done.
     """
     N, H, NK, _, LQ, thirds = sizes
-    o, do, lse, dlse, dk, dv, dmask = args.o, args.do, args.lse, args.dlse, args.dk, args.dv, args.dmask
-    start, stop = third(variant, s, thirds)
-    if const_expr(variant.row):
+    mO, mdO, mLSE, mdLSE, mdK, mdV, mdMask = args.mO, args.mdO, args.mLSE, args.mdLSE, args.mdK, args.mdV, args.mdMask
+    start, stop = third(variant, wg, thirds)
+    if const_expr(variant.key_bias):
         arch.griddepcontrol_wait()
     item, count = bid, Int32(0)
     while item < items:
         h, n, b = place(item, H, N)
         for j in cutlass.range(start, stop, unroll=1):
-            low, delta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+            neg_lse, neg_delta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
             for x in range_constexpr(2):
                 q = j * QUERIES + x * 32 + lane
-                low[x], delta[x] = Float32(NEVER), Float32(0.0)
+                neg_lse[x], neg_delta[x] = Float32(NEVER), Float32(0.0)
                 if q < LQ:
-                    value = lse[b, n, h, q]
+                    value = mLSE[b, n, h, q]
                     for y in range_constexpr(0 if variant.gate else variant.channels // 8):
-                        one, two = cute.make_rmem_tensor(8, variant.dtype), cute.make_rmem_tensor(8, variant.dtype)
-                        cute.autovec_copy(cute.local_tile(o[b, n, h, q, None], (8,), (y,)), one)
-                        cute.autovec_copy(cute.local_tile(do[b, n, h, q, None], (8,), (y,)), two)
+                        rO, rdO = cute.make_rmem_tensor(8, variant.dtype), cute.make_rmem_tensor(8, variant.dtype)
+                        cute.autovec_copy(cute.local_tile(mO[b, n, h, q, None], (8,), (y,)), rO)
+                        cute.autovec_copy(cute.local_tile(mdO[b, n, h, q, None], (8,), (y,)), rdO)
                         for z in range_constexpr(8):
-                            delta[x] = delta[x] - one[z].to(Float32) * two[z].to(Float32)
+                            neg_delta[x] = neg_delta[x] - rO[z].to(Float32) * rdO[z].to(Float32)
                     if value > Float32(-float("inf")):
-                        low[x] = -value * LN2
+                        neg_lse[x] = -value * LN2
                         if const_expr(variant.dlse):
-                            delta[x] = delta[x] + dlse[b, n, h, q] * LOG2E
+                            neg_delta[x] = neg_delta[x] + mdLSE[b, n, h, q] * LOG2E
             # while the tile's last readers are still at it, these are on their way
             ring.producer_acquire(Slot(j, count & 1))
-            to = cute.make_tensor(sS + j * TILE, cute.make_layout(TILE))
+            to = cute.make_tensor(sStats + j * TILE, cute.make_layout(TILE))
             for x in range_constexpr(2):
-                write_statistics(to, x * 32 + lane, low[x], delta[x], inverse, variant.dtype)
+                write_statistics(to, x * 32 + lane, neg_lse[x], neg_delta[x], inverse, variant.dtype)
             arch.fence_proxy("async.shared", space="cta")
             arch.sync_warp()
             ring.producer_commit(j, lane)
-        for i in cutlass.range(live_key_tiles(variant, n, b, args, NK) + s, NK, GROUPS, unroll=1):
-            clear_rows(dk[b, n, h, None, None], i * ROWS, lane)
-            clear_rows(dv[b, n, h, None, None], i * ROWS, lane)
+        for i in cutlass.range(live_key_tiles(variant, n, b, args, NK) + wg, NK, GROUPS, unroll=1):
+            clear_lines(mdK[b, n, h, None, None], i * ROWS, lane)
+            clear_lines(mdV[b, n, h, None, None], i * ROWS, lane)
             if const_expr(variant.mask_gradient):
-                clear_numbers(dmask[b, n, h, None], i * ROWS, lane)
+                clear_numbers(mdMask[b, n, h, None], i * ROWS, lane)
         item += blocks
         count += 1

@@ -1,4 +1,7 @@
-"""The kernel that lays out the key-wise bias before a main kernel, and lists the rows that a mask leaves.
+"""The kernel that writes the key bias for a main kernel, and lists the rows that a mask leaves.
+
+A block owns a row of mask and mask bias and loops over its keys. It writes the terms of the key bias, and the end of the row.
+If rows are listed, one more block a batch loops over all rows and writes the lists (`live_rows`).
 
 **A key's terms.** mask and mask_bias become one bias, measured from the row's largest (`core.numerics`), and each number
 x of it eight 16-bit terms, hi mid lo hi mid hi veto veto, with x = hi + mid + lo. The forward multiplies them by 1 / scale =
@@ -17,7 +20,7 @@ from cutlass.cute import arch
 from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.launch import Kernel, Stand, floats, key_ends, lines, live_rows, sizes, strided
-from evoattn.backends.hopper.lib.primitives import LOWEST_KEY, VETO, finite, three_terms
+from evoattn.backends.hopper.lib.primitives import LOWEST_KEY, VETO, broadcast_load, finite, three_terms
 from evoattn.backends.hopper.tiles import KEYS, MOST_PANELS
 
 TERMS = 8
@@ -33,8 +36,8 @@ _LARGEST = 2.0**127 * (2 - 2.0**-23)  # float32 number
 class KeyBias(Kernel):
     """mask [b|1,n|1,k] and mask_bias [b|1,n|1,k] -> terms [r, keys * TERMS], keys past the end masked, and ends [r].
 
-    A row's end is how many keys there are up to the last one that is not masked. deep [r, keys] holds each key's bias as it
-    is, measured from the row's largest, which the terms cannot hold if it is too low.
+    The end of a row is the number of keys up to the last that is not masked. key_bias [r, keys] holds the key bias in float32,
+    measured from the largest of the row. The terms cannot hold it if it is too low.
     """
 
     dtype: Any  # cutlass type of the terms
@@ -44,7 +47,7 @@ class KeyBias(Kernel):
     clears: bool = False  # whether it clears what a later kernel adds to, float32 [words, 4]
     # whether it also lists the rows that `mask` leaves to each panel of 64 keys, as `live_rows` reads them.
     lists: bool = False
-    deep: bool = False  # whether it writes deep
+    unrounded: bool = False  # whether it writes key_bias
     # whether a finite bias below LOWEST_KEY is raised to it, as `repair` does in the forward, for the backward.
     bounded: bool = False
 
@@ -56,81 +59,82 @@ class KeyBias(Kernel):
     def arguments(self) -> tuple[Any, ...]:
         mask = strided(Uint8, *sizes(3)) if self.mask else None
         bias = strided(self.bias, *sizes(3)) if self.bias is not None else None
-        deep = floats(*sizes(2)) if self.deep else None
+        key_bias = floats(*sizes(2)) if self.unrounded else None
         cleared = Stand(Float32, (*sizes(1), 4), (4, 1), 16) if self.clears else None
         order, starts = live_rows() if self.lists else (None, None)
-        return mask, bias, lines(self.dtype, *sizes(2)), key_ends(), deep, cleared, order, starts, Int32(0), Int32(0)
+        return mask, bias, lines(self.dtype, *sizes(2)), key_ends(), key_bias, cleared, order, starts, Int32(0), Int32(0)
 
     @cute.jit
-    def __call__(self, mask, bias, terms, ends, deep, cleared, order, starts, keys, n, stream: cuda.CUstream):
-        blocks = terms.shape[0]
+    def __call__(self, mMask, mBias, mTerms, mEnds, mKeyBias, mCleared, mOrder, mStarts, keys, n, stream: cuda.CUstream):
+        blocks = mTerms.shape[0]
         if const_expr(self.clears):
-            blocks = cutlass.max(blocks, (cleared.shape[0] + CLEARED - 1) // CLEARED)
+            blocks = cutlass.max(blocks, (mCleared.shape[0] + CLEARED - 1) // CLEARED)
         if const_expr(self.lists):
-            blocks = blocks + order.shape[0]
-        self.kernel(mask, bias, terms, ends, deep, cleared, order, starts, keys, n).launch(
+            blocks = blocks + mOrder.shape[0]
+        self.kernel(mMask, mBias, mTerms, mEnds, mKeyBias, mCleared, mOrder, mStarts, keys, n).launch(
             grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, mask, bias, terms, ends, deep, cleared, order, starts, keys, n):
+    def kernel(self, mMask, mBias, mTerms, mEnds, mKeyBias, mCleared, mOrder, mStarts, keys, n):
         # In this order: most warps of the next kernel wait for nothing, and all before this one has to be complete by then.
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
         tid, _, _ = arch.thread_idx()
         r, _, _ = arch.block_idx()
         smem = SmemAllocator()
-        tops = cute.make_tensor(smem.allocate_array(Float32, self.threads // 32), cute.make_layout(self.threads // 32))
-        lasts = cute.make_tensor(smem.allocate_array(Int32, self.threads // 32), cute.make_layout(self.threads // 32))
+        sTop = cute.make_tensor(smem.allocate_array(Float32, self.threads // 32), cute.make_layout(self.threads // 32))
+        sLast = cute.make_tensor(smem.allocate_array(Int32, self.threads // 32), cute.make_layout(self.threads // 32))
         if const_expr(self.lists):
-            counts = cute.make_tensor(smem.allocate_array(Int32, MOST_PANELS + 1), cute.make_layout(MOST_PANELS + 1))
-            r = r - order.shape[0]
+            sCounts = cute.make_tensor(smem.allocate_array(Int32, MOST_PANELS + 1), cute.make_layout(MOST_PANELS + 1))
+            r = r - mOrder.shape[0]
             if r < 0:
-                self.list_rows(mask, order, starts, counts, keys, r + order.shape[0], tid)
+                self.list_rows(mMask, mOrder, mStarts, sCounts, keys, r + mOrder.shape[0], tid)
         if const_expr(self.clears):
-            nothing = cute.make_rmem_tensor(4, Float32)
-            nothing.fill(0.0)
+            zeros = cute.make_rmem_tensor(4, Float32)
+            zeros.fill(0.0)
             if r >= 0:
-                for x in cutlass.range(r * CLEARED + tid, cutlass.min((r + 1) * CLEARED, cleared.shape[0]), self.threads):
-                    cute.autovec_copy(nothing, cleared[x, None])
-        if r >= 0 and r < terms.shape[0]:
-            self.fill(mask, bias, terms, ends, deep, keys, n, r, tid, tops, lasts)
+                for x in cutlass.range(r * CLEARED + tid, cutlass.min((r + 1) * CLEARED, mCleared.shape[0]), self.threads):
+                    cute.autovec_copy(zeros, mCleared[x, None])
+        if r >= 0 and r < mTerms.shape[0]:
+            self.fill(mMask, mBias, mTerms, mEnds, mKeyBias, keys, n, r, tid, sTop, sLast)
 
     @cute.jit
     def list_rows(
-        self, mask: cute.Tensor, order: cute.Tensor, starts: cute.Tensor, counts: cute.Tensor, keys: Int32, b: Int32, tid: Int32
-    ):
+        self, mMask: cute.Tensor, mOrder: cute.Tensor, mStarts: cute.Tensor, sCounts: cute.Tensor, keys: Int32, b: Int32,
+        tid: Int32,
+    ):  # fmt: skip
         """order and starts of batch b, by all threads of a block: a counting sort of the rows by their panels."""
-        rows, panels = order.shape[2], starts.shape[1] - 2
+        rows, panels = mOrder.shape[2], mStarts.shape[1] - 2
         for x in cutlass.range(tid, panels + 1, self.threads):
-            counts[x] = Int32(0)
+            sCounts[x] = Int32(0)
         arch.sync_threads()
         for n in cutlass.range(tid, rows, self.threads):
-            live = self.live_panels(mask, b, n, keys)
-            order[b, 1, n] = live
-            arch.atomic_add(counts.iterator + live, Int32(1), sem="relaxed", scope="cta")
+            live = self.live_panels(mMask, b, n, keys)
+            mOrder[b, 1, n] = live
+            arch.atomic_add(sCounts.iterator + live, Int32(1), sem="relaxed", scope="cta")
         arch.sync_threads()
         if tid == 0:
-            longer, units, used = Int32(0), Int32(0), Int32(0)
+            longer, units, used_panels = Int32(0), Int32(0), Int32(0)
             for y in cutlass.range(panels + 1):
                 x = panels - y
-                longer, counts[x] = longer + counts[x], longer
+                longer, sCounts[x] = longer + sCounts[x], longer
             for x in cutlass.range(panels):  # as many rows have more than x panels
-                starts[b, x] = units
-                units += counts[x]
-                used += Int32(cutlass.select_(counts[x] > 0, 1, 0))
-            starts[b, panels], starts[b, panels + 1] = units, used
+                mStarts[b, x] = units
+                units += sCounts[x]
+                used_panels += Int32(cutlass.select_(sCounts[x] > 0, 1, 0))
+            mStarts[b, panels], mStarts[b, panels + 1] = units, used_panels
         arch.sync_threads()
         for n in cutlass.range(tid, rows, self.threads):
-            at = arch.atomic_add(counts.iterator + order[b, 1, n], Int32(1), sem="relaxed", scope="cta")
-            order[b, 0, at] = n
+            at = arch.atomic_add(sCounts.iterator + mOrder[b, 1, n], Int32(1), sem="relaxed", scope="cta")
+            mOrder[b, 0, at] = n
 
     @cute.jit
-    def live_panels(self, mask: cute.Tensor, b: Int32, n: Int32, keys: Int32) -> Int32:
+    def live_panels(self, mMask: cute.Tensor, b: Int32, n: Int32, keys: Int32) -> Int32:
         """Panels of 64 keys of a row up to the last key that is not masked."""
-        row = mask[cutlass.min(b, mask.shape[0] - 1), cutlass.min(n, mask.shape[1] - 1), None]
+        row = broadcast_load(mMask, b, n, None)
         live = Int32(0)
-        if mask.stride[2] == 1:
+        if mMask.stride[2] == 1:
             live = self.last_of_words(row, keys)
         else:
             chunks = (keys + _CHUNK - 1) // _CHUNK
@@ -148,73 +152,73 @@ class KeyBias(Kernel):
         It reads the words of 16 bytes that hold them, from the last to the first.
         """
         start = row.iterator.toint()
-        before = Int32(start) & (_WORD - 1)  # bytes of the first word that are not this row's
+        skipped = Int32(start) & (_WORD - 1)  # bytes of the first word that are not this row's
         pointer = cute.make_ptr(Int32, start & ~(_WORD - 1), cute.AddressSpace.gmem, assumed_align=_WORD)
-        words, live = (before + keys + _WORD - 1) // _WORD, Int32(0)
+        words, live = (skipped + keys + _WORD - 1) // _WORD, Int32(0)
         while words > 0 and live <= 0:
-            held = [cute.make_rmem_tensor(4, Int32) for _ in range(_CHUNK)]
+            rWords = [cute.make_rmem_tensor(4, Int32) for _ in range(_CHUNK)]
             for x in range_constexpr(_CHUNK):
                 word = cutlass.max(words - 1 - x, 0)
-                cute.autovec_copy(cute.make_tensor((pointer + word * 4).align(_WORD), cute.make_layout(4)), held[x])
+                cute.autovec_copy(cute.make_tensor((pointer + word * 4).align(_WORD), cute.make_layout(4)), rWords[x])
             for x in range_constexpr(_CHUNK):
-                first = cutlass.max(words - 1 - x, 0) * _WORD - before
+                first = cutlass.max(words - 1 - x, 0) * _WORD - skipped
                 for y in range_constexpr(4):
-                    here = first + 4 * y
-                    bits = cutlass.min(cutlass.max(keys - here, 0), 4) * 8  # of this row
-                    last = Int32(arch.bfind(Uint32(held[x][y] & arch.shf(Int32(-1), Int32(0), bits, "clamp_left"))))
-                    live = cutlass.max(live, Int32(cutlass.select_(last >= 0, here + 1 + last // 8, 0)))
+                    first_key = first + 4 * y
+                    bits = cutlass.min(cutlass.max(keys - first_key, 0), 4) * 8  # of this row
+                    last = Int32(arch.bfind(Uint32(rWords[x][y] & arch.shf(Int32(-1), Int32(0), bits, "clamp_left"))))
+                    live = cutlass.max(live, Int32(cutlass.select_(last >= 0, first_key + 1 + last // 8, 0)))
             words -= _CHUNK
         return live
 
     @cute.jit
-    def fill(self, mask, bias, terms, ends, deep, keys, n, r, tid, tops: cute.Tensor, lasts: cute.Tensor):
+    def fill(self, mMask, mBias, mTerms, mEnds, mKeyBias, keys, n, r, tid, sTop: cute.Tensor, sLast: cute.Tensor):
         """Write the terms, the end and the deep of row r, by all threads of a block."""
         rb, rn = r // n, r % n
         warp, lane = tid // 32, tid % 32
         top = -Float32.inf
         if const_expr(self.bias is not None):
             for j in cutlass.range(tid, keys, self.threads):
-                top = arch.fmax(top, self.read(mask, bias, rb, rn, j))
+                top = arch.fmax(top, self.read(mMask, mBias, rb, rn, j))
             top = arch.warp_reduction_max(top)
             if lane == 0:
-                tops[warp] = top
+                sTop[warp] = top
             arch.sync_threads()
             for x in range_constexpr(self.threads // 32):
-                top = arch.fmax(top, tops[x])
+                top = arch.fmax(top, sTop[x])
         shift = Float32(cutlass.select_(cute.math.absf(top) < Float32.inf, top, Float32(0.0)))
         last = Int32(0)
-        for j in cutlass.range(tid, terms.shape[1] // TERMS, self.threads):
+        for j in cutlass.range(tid, mTerms.shape[1] // TERMS, self.threads):
             x = -Float32.inf
             if j < keys:
-                x = self.read(mask, bias, rb, rn, j)
+                x = self.read(mMask, mBias, rb, rn, j)
             if x != -Float32.inf:
                 last = j + 1
                 x = arch.fmax(x - shift, Float32(-_LARGEST))
-            if const_expr(self.deep):
+            if const_expr(self.unrounded):
                 if j < keys:
-                    deep[r, j] = x
-            self.write(terms, r, j, x)
+                    mKeyBias[r, j] = x
+            self.write(mTerms, r, j, x)
         last = arch.warp_redux_sync(last, "max")
         if lane == 0:
-            lasts[warp] = last
+            sLast[warp] = last
         arch.sync_threads()
         if tid == 0:
             for x in range_constexpr(self.threads // 32):
-                last = cutlass.max(last, lasts[x])
-            ends[r] = last
+                last = cutlass.max(last, sLast[x])
+            mEnds[r] = last
 
     @cute.jit
-    def read(self, mask: Any, bias: Any, b: Int32, n: Int32, j: Int32) -> Float32:
+    def read(self, mMask: Any, mBias: Any, b: Int32, n: Int32, j: Int32) -> Float32:
         x = Float32(0.0)
         if const_expr(self.bias is not None):
-            x = bias[cutlass.min(b, bias.shape[0] - 1), cutlass.min(n, bias.shape[1] - 1), j].to(Float32)
+            x = broadcast_load(mBias, b, n, j).to(Float32)
         if const_expr(self.mask):
-            if mask[cutlass.min(b, mask.shape[0] - 1), cutlass.min(n, mask.shape[1] - 1), j] == Uint8(0):
+            if broadcast_load(mMask, b, n, j) == Uint8(0):
                 x = -Float32.inf
         return x
 
     @cute.jit
-    def write(self, terms: cute.Tensor, r: Int32, j: Int32, x: Float32):
+    def write(self, mTerms: cute.Tensor, r: Int32, j: Int32, x: Float32):
         veto = Float32(0.0)
         if const_expr(self.bounded):
             x = Float32(cutlass.select_((x < LOWEST_KEY) & (x != -Float32.inf), Float32(LOWEST_KEY), x))
@@ -227,8 +231,8 @@ class KeyBias(Kernel):
             if x < -65504.0:
                 x = Float32(-65504.0)
         hi, mid, lo = three_terms(x, self.dtype)
-        held = cute.make_rmem_tensor(TERMS, self.dtype)
+        terms = cute.make_rmem_tensor(TERMS, self.dtype)
         for y, term in enumerate((hi, mid, lo, hi, mid, hi, veto.to(self.dtype), veto.to(self.dtype))):
-            held[y] = term
-        target = cute.local_tile(terms, (1, TERMS), (r, j))
-        cute.autovec_copy(held, target[0, None])
+            terms[y] = term
+        target = cute.local_tile(mTerms, (1, TERMS), (r, j))
+        cute.autovec_copy(terms, target[0, None])

@@ -1,4 +1,4 @@
-"""Kernels that lay out the pair bias before a main kernel: measured from each query's largest, and in tiles that stream."""
+"""Kernels that write the pair bias for a main kernel: measured from each query's reference, and in tiles that stream."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PairBias(Kernel):
     numbers float32 scores would have no digits left. The largest is subtracted only if that is exact in dtype for all that lie
     less than -LOWEST below it: if they are between half and twice the largest. From 2^15 on they always are; below, float32
     scores have digits enough. A mask may switch off the largest itself, so that the others count. Rows of the result start on
-    16 bytes, and -inf becomes finite if dtype allows. shifts [b,h,q] is what was subtracted.
+    16 bytes, and -inf becomes finite if dtype allows. reference [b,h,q] is what was subtracted.
     """
 
     dtype: Any  # cutlass type of the pair bias
@@ -51,88 +51,88 @@ class PairBias(Kernel):
         return pair, lines(self.dtype, *sizes(4)), floats(*sizes(3))
 
     @cute.jit
-    def __call__(self, pair: cute.Tensor, out: cute.Tensor, shifts: cute.Tensor, stream: cuda.CUstream):
-        b, h, q, _ = out.shape
+    def __call__(self, mPair: cute.Tensor, mOut: cute.Tensor, mReference: cute.Tensor, stream: cuda.CUstream):
+        b, h, q, _ = mOut.shape
         blocks = (b * h * q + _LINES - 1) // _LINES  # on one axis: the others end at 65,535
-        self.kernel(pair, out, shifts).launch(grid=(blocks, 1, 1), block=(_THREADS, 1, 1), stream=stream)
+        self.kernel(mPair, mOut, mReference).launch(grid=(blocks, 1, 1), block=(_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, pair: cute.Tensor, out: cute.Tensor, shifts: cute.Tensor):
-        """A warp a query: it finds the largest, keeps what it has room for, and reads the rest once more."""
+    def kernel(self, mPair: cute.Tensor, mOut: cute.Tensor, mReference: cute.Tensor):
+        """A warp a query: it finds the largest, holds what fits in registers, and reads the others again."""
         arch.griddepcontrol_launch_dependents()
         tid, _, _ = arch.thread_idx()
         block, _, _ = arch.block_idx()
         lane, line = tid % 32, block * _LINES + tid // 32
-        if line < out.shape[0] * out.shape[1] * out.shape[2]:
-            i, h, b = place(line, out.shape[2], out.shape[1])
-            top, vectors, across = -Float32.inf, pair.shape[3] // self.width, out.shape[3] // self.width
-            kept = [cute.make_rmem_tensor(self.width, self.dtype) for _ in range(self.kept)]
+        if line < mOut.shape[0] * mOut.shape[1] * mOut.shape[2]:
+            i, h, b = place(line, mOut.shape[2], mOut.shape[1])
+            top, vectors, across = -Float32.inf, mPair.shape[3] // self.width, mOut.shape[3] // self.width
+            rPair = [cute.make_rmem_tensor(self.width, self.dtype) for _ in range(self.kept)]
             for u in range_constexpr(self.kept):
-                kept[u].fill(0.0)
+                rPair[u].fill(0.0)
                 if lane + 32 * u < vectors:
-                    cute.autovec_copy(self._vector(pair, b, h, i, lane + 32 * u), kept[u])
+                    cute.autovec_copy(self._vector(mPair, b, h, i, lane + 32 * u), rPair[u])
             for u in range_constexpr(self.kept):
                 if lane + 32 * u < vectors:
                     for y in range_constexpr(self.width):
-                        top = arch.fmax(top, kept[u][y].to(Float32))
+                        top = arch.fmax(top, rPair[u][y].to(Float32))
             for x in cutlass.range(lane + 32 * self.kept, vectors, 32, unroll=1):
-                held = self._load(pair, b, h, i, x)
+                values = self._load(mPair, b, h, i, x)
                 for y in range_constexpr(self.width):
-                    top = arch.fmax(top, held[y].to(Float32))
+                    top = arch.fmax(top, values[y].to(Float32))
             top = arch.warp_reduction_max(top)
-            shift = Float32(0.0)
+            reference = Float32(0.0)
             if cute.math.absf(top) > NEAR and cute.math.absf(top) < Float32.inf:
                 depth = -top  # of the lowest that counts
                 for u in range_constexpr(self.kept):
                     if lane + 32 * u < vectors:
                         for y in range_constexpr(self.width):
-                            depth = self._deeper(depth, kept[u][y], top)
+                            depth = self._deeper(depth, rPair[u][y], top)
                 for x in cutlass.range(lane + 32 * self.kept, vectors, 32, unroll=1):
-                    held = self._load(pair, b, h, i, x)
+                    values = self._load(mPair, b, h, i, x)
                     for y in range_constexpr(self.width):
-                        depth = self._deeper(depth, held[y], top)
+                        depth = self._deeper(depth, values[y], top)
                 depth = arch.warp_reduction_max(depth)
                 if depth <= Float32(cutlass.select_(top > 0.0, -0.5 * top, -2.0 * top)):
-                    shift = top
+                    reference = top
             for u in range_constexpr(self.kept):
                 if lane + 32 * u < across:
                     if lane + 32 * u < vectors:
                         for y in range_constexpr(self.width):
-                            kept[u][y] = self._clean(kept[u][y], shift)
-                    cute.autovec_copy(kept[u], self._vector(out, b, h, i, lane + 32 * u))
+                            rPair[u][y] = self._clean(rPair[u][y], reference)
+                    cute.autovec_copy(rPair[u], self._vector(mOut, b, h, i, lane + 32 * u))
             for x in cutlass.range(lane + 32 * self.kept, across, 32, unroll=1):
-                held = cute.make_rmem_tensor(self.width, self.dtype)
-                held.fill(0.0)
+                values = cute.make_rmem_tensor(self.width, self.dtype)
+                values.fill(0.0)
                 if x < vectors:
-                    values = self._load(pair, b, h, i, x)
+                    values = self._load(mPair, b, h, i, x)
                     for y in range_constexpr(self.width):
-                        held[y] = self._clean(values[y], shift)
-                cute.autovec_copy(held, self._vector(out, b, h, i, x))
+                        values[y] = self._clean(values[y], reference)
+                cute.autovec_copy(values, self._vector(mOut, b, h, i, x))
             if lane == 0:
-                shifts[b, h, i] = shift
+                mReference[b, h, i] = reference
 
     def _vector(self, x: cute.Tensor, b: Int32, h: Int32, i: Int32, vector: Int32) -> Any:
         """The elements of a vector."""
         start = x.iterator + cute.crd2idx((b, h, i, vector * self.width), x.layout)
         return cute.make_tensor(start.align(self.dtype.width // 8 * self.width), cute.make_layout(self.width))
 
-    def _load(self, pair: cute.Tensor, b: Int32, h: Int32, i: Int32, vector: Int32) -> Any:
+    def _load(self, mPair: cute.Tensor, b: Int32, h: Int32, i: Int32, vector: Int32) -> Any:
         """The elements of a vector, in registers."""
-        held = cute.make_rmem_tensor(self.width, self.dtype)
-        cute.autovec_copy(self._vector(pair, b, h, i, vector), held)
-        return held
+        values = cute.make_rmem_tensor(self.width, self.dtype)
+        cute.autovec_copy(self._vector(mPair, b, h, i, vector), values)
+        return values
 
     def _deeper(self, depth: Float32, value: Any, top: Float32) -> Float32:
         """The larger of a depth and this number's, if it is not too far below the largest to count."""
         x = value.to(Float32)
         return arch.fmax(depth, Float32(cutlass.select_(x > top + LOWEST, -x, -top)))
 
-    def _clean(self, value: Any, shift: Float32) -> Any:
-        """Measured from the shift, and not too far below it; NaN stays."""
+    def _clean(self, value: Any, reference: Float32) -> Any:
+        """A bias measured from the reference, and not too far below it; NaN stays."""
         x = value.to(Float32)
         lowest = LOWEST if self.bounded else SHALLOW if (self.beside or self.dtype) is BFloat16 else -65504.0
         masked = Float32(-math.inf if self.dtype is Float16 else MASKED)
-        near = x - shift
+        near = x - reference
         near = Float32(cutlass.select_(near < lowest, Float32(lowest), near))
         return Float32(cutlass.select_(x == -Float32.inf, masked, near)).to(self.dtype)
 
@@ -147,37 +147,39 @@ class PairBiasTiles(Kernel):
 
     dtype: Any  # cutlass type of the pair bias
     _: dataclasses.KW_ONLY
-    wide: bool  # whether the tiles are float32, finite and over scale, as the accumulators hold it
+    float32: bool  # whether the tiles are float32, finite and over scale, as the accumulators hold it
 
     @property
     def tile(self) -> Any:
         """Type of the tiles."""
-        return Float32 if self.wide else self.dtype
+        return Float32 if self.float32 else self.dtype
 
     def arguments(self) -> tuple[Any, ...]:
         return strided(self.dtype, *sizes(4)), lines(self.tile, *sizes(4), ROWS * KEYS), Float32(0)
 
     @cute.jit
-    def __call__(self, pair: cute.Tensor, out: cute.Tensor, scale: Float32, stream: cuda.CUstream):
-        b, h, of_k, of_q, _ = out.shape
-        self.kernel(pair, out, Float32(1.0) / scale).launch(grid=(b * h * of_k, of_q, 1), block=(_THREADS, 1, 1), stream=stream)
+    def __call__(self, mPair: cute.Tensor, mOut: cute.Tensor, scale: Float32, stream: cuda.CUstream):
+        b, h, tiles_k, tiles_q, _ = mOut.shape
+        self.kernel(mPair, mOut, Float32(1.0) / scale).launch(
+            grid=(b * h * tiles_k, tiles_q, 1), block=(_THREADS, 1, 1), stream=stream
+        )
 
     @cute.kernel
-    def kernel(self, pair: cute.Tensor, out: cute.Tensor, inverse: Float32):
+    def kernel(self, mPair: cute.Tensor, mOut: cute.Tensor, inverse: Float32):
         tid, _, _ = arch.thread_idx()
         panel, j, _ = arch.block_idx()
-        _, H, of_k, _, _ = out.shape
-        i, h, b = panel % of_k, panel // of_k % H, panel // of_k // H
+        _, H, tiles_k, _, _ = mOut.shape
+        i, h, b = panel % tiles_k, panel // tiles_k % H, panel // tiles_k // H
         key, query = i * 64 + tid // 32 * 16 + tid % 32 // 4, j * 64 + 2 * (tid % 4)
         for x in range_constexpr(8):
-            held = cute.make_rmem_tensor(4, self.tile)
+            values = cute.make_rmem_tensor(4, self.tile)
             for y in range_constexpr(4):
                 k, q = key + y // 2 * 8, query + 8 * x + y % 2
-                held[y] = self.tile(0.0)
-                if k < pair.shape[3] and q < pair.shape[2]:
-                    value = pair[b, h, q, k]
-                    if const_expr(self.wide):
+                values[y] = self.tile(0.0)
+                if k < mPair.shape[3] and q < mPair.shape[2]:
+                    value = mPair[b, h, q, k]
+                    if const_expr(self.float32):
                         value = value.to(Float32)
                         value = Float32(cutlass.select_(value == -Float32.inf, Float32(MASKED), value)) * inverse
-                    held[y] = value
-            cute.autovec_copy(held, cute.local_tile(out[b, h, i, j, None], (4,), (x * _THREADS + tid,)))
+                    values[y] = value
+            cute.autovec_copy(values, cute.local_tile(mOut[b, h, i, j, None], (4,), (x * _THREADS + tid,)))

@@ -10,7 +10,7 @@ from cutlass import BFloat16, Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import cpasync, warp
 
-from evoattn.backends.hopper.lib.primitives import finite_two
+from evoattn.backends.hopper.lib.primitives import broadcast_index, finite_two
 from evoattn.backends.hopper.lib.ring import Ring
 from evoattn.backends.hopper.tiles import KEYS, ROWS
 
@@ -60,14 +60,14 @@ class TmaTiles:
         sX, gX = cpasync.tma_partition(tma.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), gX)
         return cls(tma.atom, gX, sX)
 
-    def load(self, at: tuple[Any, ...], to: Any, ring: Ring, stage: Any) -> None:
-        """Load the tile at `at` into tile `to` of shared memory, for a stage of a ring, by all threads of a warp."""
-        source = (None, *at)
-        cute.copy(self.atom, self.gX[source], self.sX[None, to], tma_bar_ptr=ring.barrier(stage))
+    def load(self, coord: tuple[Any, ...], tile: Any, ring: Ring, stage: Any) -> None:
+        """Load the tile at `coord` into tile `tile` of shared memory, for a stage of a ring, by all threads of a warp."""
+        source = (None, *coord)
+        cute.copy(self.atom, self.gX[source], self.sX[None, tile], tma_bar_ptr=ring.barrier(stage))
 
-    def store(self, tile: Any, to: tuple[Any, ...]) -> None:
+    def store(self, tile: Any, coord: tuple[Any, ...]) -> None:
         """Store a tile of shared memory, by all threads of a warp."""
-        target = (None, *to)
+        target = (None, *coord)
         cute.copy(self.atom, self.sX[None, tile], self.gX[target])
 
 
@@ -80,7 +80,7 @@ def bulk_load(source: Any, target: Any, ring: Ring, stage: Any) -> None:
 
 @cute.jit
 def load_panel(
-    pair: cute.Tensor, tiles: cute.Tensor, b: Int32, h: Int32, first: Int32, queries: cutlass.Constexpr, blocks: Int32,
+    mPair: cute.Tensor, sPair: cute.Tensor, b: Int32, h: Int32, first: Int32, queries: cutlass.Constexpr, blocks: Int32,
     thread: Int32, threads: cutlass.Constexpr,
 ):  # fmt: skip
     """Load pair [b|1,h|1,q,k] from query `first` on into tiles [ROWS, KEYS, blocks * queries / ROWS], zero past the end.
@@ -88,43 +88,43 @@ def load_panel(
     All threads load 16 bytes at a time, once for all rows n. Keys are contiguous; each line of them starts on 16 bytes and has
     a multiple of 8.
     """
-    b, h = cutlass.min(b, pair.shape[0] - 1), cutlass.min(h, pair.shape[1] - 1)
-    dtype, halves, across = pair.element_type, queries // ROWS, KEYS // _VECTOR
-    each = queries * across // threads
+    b, h = broadcast_index(mPair, b, h)
+    dtype, halves, across = mPair.element_type, queries // ROWS, KEYS // _VECTOR
+    vectors = queries * across // threads
     column = thread % across
-    rows = [(thread + x * threads) // across for x in range(each)]
-    lines = [pair[b, h, cutlass.min(first + row, pair.shape[2] - 1), None] for row in rows]
-    keys = [Int32(cutlass.select_(first + row < pair.shape[2], pair.shape[3], 0)) for row in rows]
+    rows = [(thread + x * threads) // across for x in range(vectors)]
+    lines = [mPair[b, h, cutlass.min(first + row, mPair.shape[2] - 1), None] for row in rows]
+    keys = [Int32(cutlass.select_(first + row < mPair.shape[2], mPair.shape[3], 0)) for row in rows]
     for j0 in cutlass.range(0, blocks, _TILES, unroll=1):
-        held = [cute.make_rmem_tensor(4, Int32) for _ in range(_TILES * each)]
-        for u in range_constexpr(_TILES * each):
-            word = (j0 + u // each) * across + column
-            held[u].fill(0)
-            if word * _VECTOR < keys[u % each]:
-                start = cute.recast_ptr((lines[u % each].iterator + word * _VECTOR).align(16), dtype=Int32)
-                cute.autovec_copy(cute.make_tensor(start, 4), held[u])
-        for u in range_constexpr(_TILES * each):
-            j = j0 + u // each
+        rPair = [cute.make_rmem_tensor(4, Int32) for _ in range(_TILES * vectors)]
+        for u in range_constexpr(_TILES * vectors):
+            word = (j0 + u // vectors) * across + column
+            rPair[u].fill(0)
+            if word * _VECTOR < keys[u % vectors]:
+                start = cute.recast_ptr((lines[u % vectors].iterator + word * _VECTOR).align(16), dtype=Int32)
+                cute.autovec_copy(cute.make_tensor(start, 4), rPair[u])
+        for u in range_constexpr(_TILES * vectors):
+            j = j0 + u // vectors
             if j < blocks:
                 if const_expr(dtype is BFloat16):  # float16's -inf ends in NaN and so in `repair`
                     for y in range_constexpr(4):
-                        held[u][y] = finite_two(held[u][y])
-                row = rows[u % each]
-                target = cute.local_tile(tiles[None, None, j * halves + row // ROWS], (1, _VECTOR), (row % ROWS, column))
-                cute.autovec_copy(cute.recast_tensor(held[u], dtype), target[0, None])
+                        rPair[u][y] = finite_two(rPair[u][y])
+                row = rows[u % vectors]
+                target = cute.local_tile(sPair[None, None, j * halves + row // ROWS], (1, _VECTOR), (row % ROWS, column))
+                cute.autovec_copy(cute.recast_tensor(rPair[u], dtype), target[0, None])
 
 
-def store_rows(values: Any, factor: Any, tile: Any, lane: Any, dtype: Any) -> None:
-    """Store a warp's 16 rows of an accumulator, times factor, in a swizzled tile."""
+def store_accumulator(acc: Any, factors: Any, tile: Any, lane: Any, dtype: Any) -> None:
+    """Store a warp's 16 lines of an accumulator in a swizzled tile, each times the factor of its line; a thread has two."""
     stm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
-    for x in range(cute.size(values) // 8):
+    for x in range(cute.size(acc) // 8):
         scaled = cute.make_rmem_tensor(8, Float32)
         for y in range(8):
-            scaled[y] = values[8 * x + y] * factor
+            scaled[y] = acc[8 * x + y] * factors[y // 2 % 2]
         short = cute.make_rmem_tensor(8, dtype)
         short.store(scaled.load().to(dtype))
-        to = cute.local_tile(tile, (1, 8), (lane % 16, 2 * x + lane // 16))
-        cute.copy(stm, short, to[0, None])
+        target = cute.local_tile(tile, (1, 8), (lane % 16, 2 * x + lane // 16))
+        cute.copy(stm, short, target[0, None])
 
 
 @cute.jit
@@ -137,20 +137,20 @@ def fill_zeros(tile: cute.Tensor, tid: Int32, threads: cutlass.Constexpr) -> Non
 
 
 @cute.jit
-def clear_rows(to: cute.Tensor, first: Int32, lane: Int32) -> None:
+def clear_lines(mX: cute.Tensor, first: Int32, lane: Int32) -> None:
     """Clear 64 rows of a tensor [l,d], or as many as there are from `first` on, by a warp."""
-    each = cute.size(to, mode=[1]) // 8
-    held = cute.make_rmem_tensor(8, to.element_type)
-    held.fill(0.0)
-    for x in range_constexpr(ROWS * each // 32):
-        line, part = (x * 32 + lane) // each, (x * 32 + lane) % each
-        if first + line < to.shape[0]:
-            cute.autovec_copy(held, cute.local_tile(to[first + line, None], (8,), (part,)))
+    vectors = cute.size(mX, mode=[1]) // 8
+    zeros = cute.make_rmem_tensor(8, mX.element_type)
+    zeros.fill(0.0)
+    for x in range_constexpr(ROWS * vectors // 32):
+        line, part = (x * 32 + lane) // vectors, (x * 32 + lane) % vectors
+        if first + line < mX.shape[0]:
+            cute.autovec_copy(zeros, cute.local_tile(mX[first + line, None], (8,), (part,)))
 
 
 @cute.jit
-def clear_numbers(to: cute.Tensor, first: Int32, lane: Int32) -> None:
+def clear_numbers(mX: cute.Tensor, first: Int32, lane: Int32) -> None:
     """Clear 64 numbers of a tensor [l], or as many as there are from `first` on, by a warp."""
     for x in range_constexpr(ROWS // 32):
-        if first + x * 32 + lane < to.shape[0]:
-            to[first + x * 32 + lane] = Float32(0.0)
+        if first + x * 32 + lane < mX.shape[0]:
+            mX[first + x * 32 + lane] = Float32(0.0)

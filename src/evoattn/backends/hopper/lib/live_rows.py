@@ -1,4 +1,4 @@
-"""The rows n that `KeyGradients` does if a mask switches keys off: those with a key that counts in a panel or beyond.
+"""The rows n that `KeyGradients` does if there is a mask: those with a live key in a panel or beyond.
 
 `KeyBias` lists for each b its rows by their panels of 64 keys up to the last not masked, most first: order[b,0,n]; order[b,1,n]
 is how many panels row n has. The rows of a panel are the first of the list, and units (panel, row) lie in a line, as in
@@ -22,8 +22,8 @@ from evoattn.backends.hopper.lib.schedule import CHANGE, change_of, first_row, p
 from evoattn.backends.hopper.tiles import ROWS
 
 
-def _load(x: Any, *at: Any) -> Any:
-    return arch.load(x.iterator + cute.crd2idx(at, x.layout), Int32, cop="cg")
+def _load(x: Any, *coord: Any) -> Any:
+    return arch.load(x.iterator + cute.crd2idx(coord, x.layout), Int32, cop="cg")
 
 
 @cute.jit
@@ -31,7 +31,7 @@ def line_time(variant, live, sizes, blocks: Int32):
     """The time that all units take, that of a change to another panel, and whether any row is left out of any panel."""
     B, N, H, NK = sizes
     panels = Int64(B * H * NK)
-    units, some, change = panels * N, Boolean(False), Int32(0)
+    units, any_skipped, change = panels * N, Boolean(False), Int32(0)
     if const_expr(variant.skips):
         _, starts = live
         units, used = Int64(0), Int64(0)
@@ -39,15 +39,15 @@ def line_time(variant, live, sizes, blocks: Int32):
             units += Int64(H) * _load(starts, b, NK)
             if const_expr(variant.timed):
                 used += Int64(H) * _load(starts, b, NK + 1)
-        some = units < panels * N
+        any_skipped = units < panels * N
         if const_expr(variant.timed):
             panels = used
     if const_expr(variant.timed):
         change = Int32(CHANGE)
-        if not some:
+        if not any_skipped:
             change = change_of(N, Int32(share(units, blocks)))
         units += panels * change
-    return units, change, some
+    return units, change, any_skipped
 
 
 @cute.jit
@@ -60,49 +60,49 @@ def _head_time(variant, starts, b: Int32, NK: Int32, change: Int32) -> Int32:
 
 
 @cute.jit
-def next_panel(variant, at: Int32, end: Int32, change: Int32, live, sizes, lane: Int32):
-    """Of the panel that a block comes to at time `at`: its place i, h, b; the first of its rows, and past the last, that
+def next_panel(variant, time: Int32, end: Int32, change: Int32, live, sizes, lane: Int32):
+    """Of the panel that a block comes to at time `time`: its place i, h, b; the first of its rows, and past the last, that
     the block does before `end`, which may be none; when its rows begin, and how many it has."""
     _, N, H, NK = sizes
     if const_expr(variant.skips):
         _, starts = live
         b, start = Int32(0), Int32(0)
         head_time = _head_time(variant, starts, b, NK, change)
-        while at >= start + H * head_time:
+        while time >= start + H * head_time:
             start += H * head_time
             b += 1
             head_time = _head_time(variant, starts, b, NK, change)
-        h = (at - start) // head_time
+        h = (time - start) // head_time
         start += h * head_time
         i = Int32(0)
         for x in cutlass.range((NK + 31) // 32, unroll=1):
             next_ = x * 32 + lane + 1
-            begun = next_ <= NK and _load(starts, b, cutlass.min(next_, NK)) + change * next_ <= at - start
+            begun = next_ <= NK and _load(starts, b, cutlass.min(next_, NK)) + change * next_ <= time - start
             i += arch.popc(arch.vote_ballot_sync(begun))
         first = _load(starts, b, i)
         n = _load(starts, b, i + 1) - first
         start += first + change * (i + 1)
     else:
-        pan = at // (N + change)
-        i, h, b = place(pan, NK, H)
-        start, n = first_row(pan, N, change), N
-    n0 = cutlass.max(at - start, 0)
-    return i, h, b, n0, cutlass.max(cutlass.min(n, end - start), n0), start, n
+        panel = time // (N + change)
+        i, h, b = place(panel, NK, H)
+        start, n = first_row(panel, N, change), N
+    p0 = cutlass.max(time - start, 0)
+    return i, h, b, p0, cutlass.max(cutlass.min(n, end - start), p0), start, n
 
 
 @cute.jit
-def row_at_rank(variant, rank: Int32, b: Int32, live, some: Boolean) -> Int32:
-    """The row of a panel of batch b with that rank; `some`: whether any row is left out of any panel."""
+def row_at_rank(variant, rank: Int32, b: Int32, live, any_skipped: Boolean) -> Int32:
+    """The row of a panel of batch b with that rank; `any_skipped`: whether any row is left out of any panel."""
     n = rank
     if const_expr(variant.skips):
-        if some:
+        if any_skipped:
             order, _ = live
             n = arch.make_warp_uniform(_load(order, b, 0, rank))
     return n
 
 
 @cute.jit
-def clear_skipped(variant, live, sizes, zeros: int, copies, dmask: Any, first: Int32, step: Int32, lane: Int32):
+def clear_skipped(variant, live, sizes, zeros: int, copies, mdMask: Any, first: Int32, step: Int32, lane: Int32):
     """Zeros for what is not in the line: a warp's share, each `step`-th from `first` on.
 
     zeros: the tile of shared memory with 16 rows of zeros. copies: of dk and dv; of dq, for rows whose keys are all masked,
@@ -120,18 +120,18 @@ def clear_skipped(variant, live, sizes, zeros: int, copies, dmask: Any, first: I
                         copy_dQ.store(zeros, (x, h, n, b))
     for panel in cutlass.range(B * NK, unroll=1):
         b, i = panel // NK, panel % NK
-        at = _load(starts, b, i + 1) - _load(starts, b, i) + (first + panel * 31) % step
-        while at < N:
-            rows = _load(order, b, 0, cutlass.min(at + lane * step, N - 1))
-            for x in cutlass.range(cutlass.min((N - at + step - 1) // step, 32), unroll=1):
+        rank = _load(starts, b, i + 1) - _load(starts, b, i) + (first + panel * 31) % step
+        while rank < N:
+            rows = _load(order, b, 0, cutlass.min(rank + lane * step, N - 1))
+            for x in cutlass.range(cutlass.min((N - rank + step - 1) // step, 32), unroll=1):
                 n = arch.make_warp_uniform(arch.shuffle_sync(rows, x))
                 for h in cutlass.range(H, unroll=1):
                     for copy in key_copies:
                         for w in range_constexpr(ROWS // 16):
                             copy.store(zeros, (i * (ROWS // 16) + w, h, n, b))
-                    if const_expr(dmask is not None):
-                        clear_numbers(dmask[b, n, h, None], i * ROWS, lane)
-            at += 32 * step
+                    if const_expr(mdMask is not None):
+                        clear_numbers(mdMask[b, n, h, None], i * ROWS, lane)
+            rank += 32 * step
     arch.cp_async_bulk_commit_group()
     arch.cp_async_bulk_wait_group(0)
     # where nothing is left to do nobody else waits, and this launch must not end before the one that let it start

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cutlass import BFloat16, Float32, Int32, cute, select_
+from cutlass import min as smaller
 from cutlass.cute import arch, make_tiled_mma, tile_to_shape
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
@@ -62,6 +63,17 @@ def three_terms(x: Any, dtype: Any) -> tuple[Any, Any, Any]:
     high = x.to(dtype)
     middle = (x - high.to(Float32)).to(dtype)
     return high, middle, (x - high.to(Float32) - middle.to(Float32)).to(dtype)
+
+
+def broadcast_index(x: Any, b: Any, h: Any) -> tuple[Any, Any]:
+    """The index into the first two axes of a tensor, which may have size 1 for all b, or all h."""
+    return smaller(b, x.shape[0] - 1), smaller(h, x.shape[1] - 1)
+
+
+def broadcast_load(x: Any, b: Any, h: Any, *others: Any) -> Any:
+    """x[b, h, *others], whose first two axes may have size 1 for all b, or all h."""
+    index = (*broadcast_index(x, b, h), *others)
+    return x[index]
 
 
 def packed(fragment: Any) -> Any:

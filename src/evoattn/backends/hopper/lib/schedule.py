@@ -73,11 +73,11 @@ def panel_phase(panel: Int32, blocks: Int32, heads: Int32, panels: Int32, n: Int
     begin = head_weight * (panel // panels) + 8 * n * (panel % panels)
     each = Float32(head_weight * heads) / Float32(blocks)
     index = Int32(Float32(begin) / each)
-    at = panel_start(index, blocks, heads, panels, n, lq)
-    while at < panel * n:
+    unit = panel_start(index, blocks, heads, panels, n, lq)
+    while unit < panel * n:
         index += 1
-        at = panel_start(index, blocks, heads, panels, n, lq)
-    return Int32(cutlass.select_(at - panel * n < n, at - panel * n, Int32(0)))
+        unit = panel_start(index, blocks, heads, panels, n, lq)
+    return Int32(cutlass.select_(unit - panel * n < n, unit - panel * n, Int32(0)))
 
 
 @cute.jit
@@ -130,26 +130,26 @@ def reached(time: Any, n: Any, change: Any) -> Any:
     return panel * n + larger(time - first_row(panel, n, change), 0)
 
 
-def opening(start: Any, n: Any, each: Any, block: Any, unit: Any) -> tuple[Any, ...]:
-    """The times that `row` needs: of a panel whose `n` rows begin at `start`, and of the block that comes to it at `unit`.
+def panel_times(start: Any, n: Any, each: Any, block: Any, unit: Any) -> tuple[Any, ...]:
+    """The times for `nth_row`, of a panel whose `n` rows begin at `start`, and of the block that comes to it at `unit`.
 
     Up to three kinds of blocks work on a panel: one that came from the panel before, blocks that do nothing else, and one that
     goes on to the next. Of the first it tells the phase, time modulo n, and how many of its rows lie past the turn of the phase
     and before it; then how many blocks do nothing else, the rows of the last, the place of this block among all, and its phase.
     """
-    past = start % each
-    mine = smaller(n, each - past)
-    phase = past % n
-    turned = larger(phase + mine - n, 0)
-    full = (past + n) // each
-    last = (past + n) % each * _one(full)
+    elapsed = start % each
+    first_rows = smaller(n, each - elapsed)
+    phase = elapsed % n
+    turned = larger(phase + first_rows - n, 0)
+    full = (elapsed + n) // each
+    last = (elapsed + n) % each * _one(full)
     first = start // each
-    return phase, turned, mine - turned, larger(full - 1, 0), last, block - first, (unit - block * each) % n
+    return phase, turned, first_rows - turned, larger(full - 1, 0), last, block - first, (unit - block * each) % n
 
 
-def row(position: Any, n: Any, panel: tuple[Any, ...]) -> Any:
-    """The row at a position of a block's stretch: how many rows of the panel come sooner, here or elsewhere."""
-    phase, turned, straight, between, last, place, start = panel
+def nth_row(position: Any, n: Any, times: tuple[Any, ...]) -> Any:
+    """The row at a position of a block's stretch: the number of rows of the panel that any block reaches sooner."""
+    phase, turned, straight, between, last, place, start = times
     time = start + position
     time = time - n * _one(time - n + 1)
     late = time - phase
@@ -158,9 +158,9 @@ def row(position: Any, n: Any, panel: tuple[Any, ...]) -> Any:
     return sooner + _one(place) * (place - 1 + by_first)
 
 
-def uniform_row(position: Any, n: Any, panel: tuple[Any, ...]) -> Any:
-    """`row`, once: without the shuffle the compiler works it out anew for each copy that a warp starts."""
-    return arch.make_warp_uniform(row(position, n, panel))
+def uniform_row(position: Any, n: Any, times: tuple[Any, ...]) -> Any:
+    """`nth_row`, once: without the shuffle the compiler works it out anew for each copy that a warp starts."""
+    return arch.make_warp_uniform(nth_row(position, n, times))
 
 
 def _one(x: Any) -> Any:

@@ -54,6 +54,15 @@ def main_loop(names: list[str]) -> list[str]:
     return names[products[0] : stores[-1] + 1]
 
 
+def shared_bytes(kernel: forward.Forward) -> int:
+    """Shared memory of a block; what the compiler does not check."""
+    tiles = 2 * planned.CONSUMERS * planned.MMA_M * planned.padded(kernel.channels)
+    tiles += planned.STREAMS * kernel.stages * planned.KEYS * (kernel.key_width + planned.padded(kernel.channels))
+    terms = kernel.terms * planned.SLICE * planned.SLICE + planned.STREAMS * kernel.stages * planned.KEYS * key_bias.TERMS
+    pair = kernel.pair_tiles * planned.MMA_M * planned.KEYS * (2 if kernel.float32_pair else 1)
+    return 2 * (tiles + terms + pair) + 2048
+
+
 def variant(name: str, dtype: str) -> forward.Forward:
     channels, options = VARIANTS[name]
     return forward.Forward(DTYPES[dtype], channels, **options)
@@ -69,7 +78,7 @@ NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for
 def test_forward_compiles(name: str) -> None:
     kernel = variant(name, "bfloat16")
     made = make(kernel)
-    assert made.shared <= kernel.shared_bytes <= min(made.shared + ALIGNED, planned.SHARED)
+    assert made.shared <= shared_bytes(kernel) <= min(made.shared + ALIGNED, planned.SHARED)
     assert not made.serialised
     assert count(main_loop(made.instructions), "LDL", "STL") <= SPILLS.get(name, 0)
 
@@ -113,7 +122,7 @@ def test_pairs_compile(width: int, bounded: bool, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 4])
 def test_wide_pairs_compile(width: int, dtype: str) -> None:
-    assert make(pair_bias.PairBias(cutlass.Float32, width, beside=DTYPES[dtype])).spilled == 0
+    assert make(pair_bias.PairBias(cutlass.Float32, width, q_dtype=DTYPES[dtype])).spilled == 0
 
 
 def test_names_tell_variants_apart() -> None:

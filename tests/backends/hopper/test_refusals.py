@@ -106,9 +106,9 @@ def test_refuses_every_config_its_own_too() -> None:
 @pytest.mark.parametrize("scale", [0.3, -0.3, 1.0, 32**-0.5, 3e-5, -3e-5, 9e4, 1e-30])
 def test_a_scale_is_taken_apart_exactly(scale: float) -> None:
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
-    from evoattn.backends.hopper.forward_plan import fold
+    from evoattn.backends.hopper.forward_plan import split_scale
 
-    factor, unit = fold(scale)
+    factor, unit = split_scale(scale)
     assert factor * unit == scale
     assert math.frexp(abs(factor))[0] == 0.5, "not a power of two: q would be rounded"
     assert 2.0**-12 <= unit <= 2.0**12
@@ -118,10 +118,10 @@ def test_a_scale_is_taken_apart_exactly(scale: float) -> None:
 def test_a_scale_that_a_log_sum_exp_is_divided_by_in_float16(scale: float) -> None:
     """A sum of scores that a float16 bias can make fits into float16, divided by the scale and by STEP; usual scales stay."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
-    from evoattn.backends.hopper.forward_plan import fold
+    from evoattn.backends.hopper.forward_plan import split_scale
     from evoattn.backends.hopper.kernels.statistics import STEP
 
-    factor, unit = fold(scale, 2.0 / STEP)
+    factor, unit = split_scale(scale, 2.0 / STEP)
     assert factor * unit == scale and math.frexp(abs(factor))[0] == 0.5
     assert (factor == 1.0) == (scale >= 64**-0.5)
     assert 66_000 / unit / STEP < torch.finfo(torch.float16).max
@@ -196,6 +196,6 @@ def test_no_forward_of_triton_meets_a_backward_of_hopper(n: int, lq: int, lk: in
 
 def test_a_scale_of_zero() -> None:
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
-    from evoattn.backends.hopper.forward_plan import fold
+    from evoattn.backends.hopper.forward_plan import split_scale
 
-    assert fold(0.0) == (0.0, 1.0)
+    assert split_scale(0.0) == (0.0, 1.0)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from evoattn.backends.hopper import tiles
 from evoattn.backends.hopper.clusters import resident_clusters
 from evoattn.backends.hopper.head_groups import HeadGroups
 from evoattn.backends.hopper.kernels.dkdv import KeyGradients
@@ -16,14 +17,13 @@ from evoattn.backends.hopper.kernels.dq import QueryGradients
 from evoattn.backends.hopper.kernels.dq_sum import PanelSum
 from evoattn.backends.hopper.kernels.fused import FusedGradients
 from evoattn.backends.hopper.kernels.statistics import STEP, TILE, Statistics
-from evoattn.backends.hopper.launch import note_tiles, plan, types
-from evoattn.backends.hopper.memory import floats, fold
+from evoattn.backends.hopper.launch import note_tiles, plan_launch, types
+from evoattn.backends.hopper.memory import floats, split_scale
 from evoattn.backends.hopper.tiles import (
-    ROWS,
+    MMA_M,
     SHARED,
     SLICE,
     key_variant,
-    one_kernel,
     query_interleave,
     query_variant,
     skips_rows,
@@ -96,10 +96,13 @@ class Facts:
         self.pair, float32_pair = pair_bias is not None, pair_bias is not None and pair_bias.dtype == torch.float32
         self.bias = None if pair_bias is None else types[pair_bias.dtype]
         # The kernel of the keys takes lse / unit in float16, up to STEP times its largest; with a pair bias lse goes to 65,504.
-        self.factor, self.unit = fold(scale, 2.0 / STEP) if q.dtype == torch.float16 and self.pair else fold(scale)
+        self.factor, self.unit = (
+            split_scale(scale, 2.0 / STEP) if q.dtype == torch.float16 and self.pair else split_scale(scale)
+        )
         processors = devices.processors(q.device)
         # tiles of the one kernel that finds all gradients, if it does; which kernels run besides
-        self.fused = one_kernel(needs, self.pair, d, self.sizes, processors)
+        both = needs[0] and any(needs[1:4])  # what queries and what keys hold
+        self.fused = tiles.fused_tiles(d, self.sizes, processors) if both and not self.pair else None
         self.has_query_kernel = not self.fused and (needs[0] or needs[4])
         self.has_key_kernel = not self.fused and any(needs[1:4])
         self.skips = not self.fused and skips_rows(mask is not None, needs, self.pair, d, self.sizes, float32_pair=float32_pair)
@@ -107,7 +110,7 @@ class Facts:
         self.key = key_variant(d, lq, self.pair, self.skips, float32_pair=float32_pair)
         self.streams = self.has_key_kernel and bool(self.key["ring"])
 
-        self.panels, self.key_panels = -(-lq // ROWS), -(-lk // ROWS)
+        self.panels, self.key_panels = -(-lq // MMA_M), -(-lk // MMA_M)
         self.groups = HeadGroups.of(q, pair_bias if self.streams else None, self.key_panels * n, processors)
         self.heads = self.groups.b * self.groups.h  # that are launched together
         cluster = self.query.get("cluster", 1)
@@ -133,11 +136,11 @@ class Tensors(namedtuple("Tensors", "q k v o do lse dlse dq dk dv dmask pair til
     """All that the launches of a group read and write: as layouts, or as addresses."""
 
 
-Launch = Callable[[Tensors, int, int], None]
+GroupLaunch = Callable[[Tensors, int, int], None]
 """A function of a group's addresses, and of those of the statistics and of the parts of d(pair bias)."""
 
 
-def plan_launches(facts: Facts, first: Tensors, strides: tuple[int, int], *, key_bias: bool, dlse: bool) -> list[Launch]:
+def plan_launches(facts: Facts, first: Tensors, strides: tuple[int, int], *, key_bias: bool, dlse: bool) -> list[GroupLaunch]:
     """Plan the launches of each group, in this order. Nothing may come between: one starts while the one before runs.
 
     Args:
@@ -161,22 +164,22 @@ def plan_launches(facts: Facts, first: Tensors, strides: tuple[int, int], *, key
     return launches
 
 
-def _fused(facts: Facts, first: Tensors, strides: tuple[int, int], key_bias: bool, dlse: bool) -> Launch:
-    note_tiles("whole", block_q=ROWS, block_k=ROWS)
+def _fused(facts: Facts, first: Tensors, strides: tuple[int, int], key_bias: bool, dlse: bool) -> GroupLaunch:
+    note_tiles("whole", block_q=MMA_M, block_k=MMA_M)
     options: dict[str, Any] = {"key_bias": key_bias, "mask_gradient": facts.needs[3], "dlse": dlse, "gate": facts.gated}
     kernel = FusedGradients(facts.dtype, facts.d, **options, tiles=facts.fused)  # type: ignore[arg-type]
 
     def arguments(x: Tensors) -> tuple[Any, ...]:
         return x.q, x.k, x.v, x.o, x.do, x.key_terms, x.lse, x.dlse, x.dq, x.dk, x.dv, x.dmask, x.ends
 
-    launch = plan(kernel, facts.device, *arguments(first), facts.unit, *strides, facts.rows_blocks)
+    launch = plan_launch(kernel, facts.device, *arguments(first), facts.unit, *strides, facts.rows_blocks)
     return lambda x, stats, parts: launch(*arguments(x))
 
 
-def _query(facts: Facts, first: Tensors, strides: tuple[int, int], key_bias: bool, dlse: bool) -> Launch:
+def _query(facts: Facts, first: Tensors, strides: tuple[int, int], key_bias: bool, dlse: bool) -> GroupLaunch:
     chosen, partial, added = facts.query, facts.partial, facts.added is not None
     keys = chosen["groups"] * chosen["slices"] * SLICE
-    note_tiles("dq", block_q=ROWS, block_k=keys, num_stages=chosen["stages"], cluster=chosen["cluster"])
+    note_tiles("dq", block_q=MMA_M, block_k=keys, num_stages=chosen["stages"], cluster=chosen["cluster"])
     options: dict[str, Any] = {"pair": facts.pair, "key_bias": key_bias, "bias": facts.bias, "bias_gradient": facts.needs[4]}
     options |= {"partial": partial, "skips": facts.skips, "dlse": dlse, "gate": facts.gated, "timed": facts.query_timed}
     kernel = QueryGradients(facts.dtype, facts.d, **options, **chosen, vector=not facts.pair or facts.sizes[4] % 2 == 0)
@@ -184,20 +187,21 @@ def _query(facts: Facts, first: Tensors, strides: tuple[int, int], key_bias: boo
     def arguments(x: Tensors, stats: Any, dpair: Any) -> tuple[Any, ...]:
         return x.q, x.k, x.v, x.o, x.do, x.pair, x.key_terms, x.lse, x.dlse, stats, x.dq, dpair, x.order, x.starts
 
+    # without sums of d(pair bias), any layout with four columns compiles the same code, and nothing is written
     dpair = facts.parts if partial else first.sums if added else first.sums[..., :4]
     blocks = facts.clusters * chosen["cluster"]
-    launch = plan(kernel, facts.device, *arguments(first, facts.stats, dpair), facts.unit, *strides, blocks)
+    launch = plan_launch(kernel, facts.device, *arguments(first, facts.stats, dpair), facts.unit, *strides, blocks)
     return lambda x, stats, parts: launch(*arguments(x, stats, parts if partial else x.sums if added else x.lse))
 
 
-def _statistics(facts: Facts, first: Tensors, dlse: bool) -> Launch:
+def _statistics(facts: Facts, first: Tensors, dlse: bool) -> GroupLaunch:
     kernel = Statistics(facts.dtype, facts.d, dlse=dlse, gate=facts.gated)
-    launch = plan(kernel, facts.device, first.o, first.do, first.lse, first.dlse, facts.stats, facts.unit)
+    launch = plan_launch(kernel, facts.device, first.o, first.do, first.lse, first.dlse, facts.stats, facts.unit)
     return lambda x, stats, parts: launch(x.o, x.do, x.lse, x.dlse, stats)
 
 
-def _key(facts: Facts, first: Tensors, strides: tuple[int, int], key_bias: bool) -> Launch:
-    note_tiles("dkdv", block_q=ROWS, block_k=ROWS, num_stages=facts.key["stages"])
+def _key(facts: Facts, first: Tensors, strides: tuple[int, int], key_bias: bool) -> GroupLaunch:
+    note_tiles("dkdv", block_q=MMA_M, block_k=MMA_M, num_stages=facts.key["stages"])
     rounds = facts.gradient is not None and facts.gradient.rounds
     options: dict[str, Any] = {"pair": facts.pair, "key_bias": key_bias, "bias": facts.bias, "mask_gradient": facts.needs[3]}
     options |= {"rounds": rounds, "skips": facts.skips, "clears": facts.skips and facts.needs[0], "timed": facts.key_timed}
@@ -208,14 +212,14 @@ def _key(facts: Facts, first: Tensors, strides: tuple[int, int], key_bias: bool)
         return x.q, x.k, x.v, x.do, pair, x.key_terms, stats, x.dk, x.dv, x.dmask, sums, dpair, x.dq, x.order, x.starts
 
     fours = [x.view(-1, 4) for x in (first.sums, first.dpair)] if rounds else (None, None)
-    launch = plan(kernel, facts.device, *arguments(first, facts.stats, *fours), facts.unit, *strides, facts.key_blocks)
+    launch = plan_launch(kernel, facts.device, *arguments(first, facts.stats, *fours), facts.unit, *strides, facts.key_blocks)
     return lambda x, stats, parts: launch(*arguments(x, stats, x.sums, x.dpair))
 
 
-def _panel_sum(facts: Facts, first: Tensors) -> Launch:
+def _panel_sum(facts: Facts, first: Tensors) -> GroupLaunch:
     split = {name: facts.query[name] for name in ("groups", "slices", "cluster")}
     interleave = query_interleave(facts.d, facts.query["slices"], facts.query["stage"])
     vector = facts.sizes[4] % 2 == 0
     kernel = PanelSum(types[first.sums.dtype], **split, interleave=interleave, vector=vector, timed=facts.query_timed)
-    launch = plan(kernel, facts.device, facts.parts, first.sums, facts.sizes[1], facts.clusters)
+    launch = plan_launch(kernel, facts.device, facts.parts, first.sums, facts.sizes[1], facts.clusters)
     return lambda x, stats, parts: launch(parts, x.sums)

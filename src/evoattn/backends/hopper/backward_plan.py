@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.backends.hopper.backward_launches import MOST_IN_32_BITS, Facts, Launch, Tensors, plan_launches
+from evoattn.backends.hopper.backward_launches import MOST_IN_32_BITS, Facts, GroupLaunch, Tensors, plan_launches
 from evoattn.backends.hopper.head_groups import for_each_group
 from evoattn.backends.hopper.kernels.gate import GatePass
 from evoattn.backends.hopper.kernels.key_bias import CLEARED
 from evoattn.backends.hopper.kernels.pair_bias import PairBiasTiles
-from evoattn.backends.hopper.launch import note_copy, plan, types
+from evoattn.backends.hopper.launch import note_copy, plan_launch, types
 from evoattn.backends.hopper.memory import (
     KeyTerms,
     PairMemory,
@@ -34,7 +34,7 @@ from evoattn.backends.hopper.memory import (
     plan_key_bias,
     plan_pair_bias,
 )
-from evoattn.backends.hopper.tiles import ROWS, SLICE
+from evoattn.backends.hopper.tiles import MMA_M, SLICE
 from evoattn.core import layouts
 from evoattn.core.inputs import Cotangents, Inputs, Outputs
 
@@ -48,7 +48,7 @@ def plan_backward(
     *, scale: float, layout: str, needs: tuple[bool, ...], deterministic: bool, gated: bool = False,
     into: Sequence[Tensor | None] | None = None,
 ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:  # fmt: skip
-    """A function of (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference, dq, dk, dv).
+    """Plan the backward. Return a function of (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference, dq, dk, dv).
 
     See `evoattn.backends`. `gated`: do and dlse are what `GatePass` has made of them, and o is not read. `into`: the layouts of
     dq, dk and dv, in place of `layout`.
@@ -108,7 +108,7 @@ class _Backward:
     pair: PairMemory
     dmask_parts: Tensor
     dmask: Tensor
-    launches: list[Launch]
+    launches: list[GroupLaunch]
     offsets: tuple[tuple[int, ...], ...]
     at_stats: int
     at_parts: int
@@ -131,9 +131,9 @@ class _Backward:
         if self.cleared_by_torch:
             sums.zero_()  # type: ignore[union-attr]
         pair, _, tiles = self.pair.make(start, raw_pair)
-        # From here each kernel starts while the one before it runs: memory for all that they write is made by now. The first
-        # waits for the terms where it reads them, the second for the first where it reads its statistics. Order and starts it
-        # reads at once: the first lets it start only when it has waited for them.
+        # From here each kernel starts while the one before runs, so all memory is allocated by now. The first kernel waits for
+        # the terms where it reads them, and the second for the statistics. The second reads order and starts at once: the first
+        # lets it start only after it has waited for them itself.
         key_terms, ends, _, *lists = self.terms.make(start, mask, mask_bias, to_sums)
         inputs = (q, k, v, o, do, lse, lse if dlse is None else dlse)
         absent = (k if pair is None else pair, tiles, to_sums, to_pair, k if key_terms is None else key_terms)
@@ -165,8 +165,8 @@ def _plan_tiles(facts: Facts, pair: Tensor) -> tuple[Tensor, Any]:
     note_copy("pair_bias: laid out anew once a backward, to be streamed")
     float32 = facts.key["float32_tiles"]
     dtype = torch.float32 if float32 else pair.dtype
-    tiles = torch.empty(*pair.shape[:2], facts.key_panels, facts.panels, ROWS * ROWS, dtype=dtype, device="meta")
-    return tiles, plan(PairBiasTiles(facts.bias, float32=float32), facts.device, pair, tiles, facts.unit)
+    tiles = torch.empty(*pair.shape[:2], facts.key_panels, facts.panels, MMA_M * MMA_M, dtype=dtype, device="meta")
+    return tiles, plan_launch(PairBiasTiles(facts.bias, float32=float32), facts.device, pair, tiles, facts.unit)
 
 
 def _key_terms(
@@ -174,7 +174,7 @@ def _key_terms(
 ) -> tuple[KeyTerms, bool]:
     """The terms of the key bias; and whether torch clears what blocks add to, since their launch does not."""
     (b, n, _, _, lk), added = facts.sizes, facts.added
-    keys = facts.key_panels * ROWS
+    keys = facts.key_panels * MMA_M
     if facts.query:
         keys = math.prod(facts.query[name] for name in ("groups", "slices", "cluster")) * SLICE
     clears = None if added is None or max(added.numel(), 4 * CLEARED * b * n) > MOST_IN_32_BITS else added
@@ -260,7 +260,7 @@ def _plan_gate_pass(
     options = {"dlse": dlse is not None and passes, "passes": passes, "gradient": needs[5]}
     kernel = GatePass(types[outputs.o.dtype], gated_like.shape[-1], **options)
     dgate = gated_like if dgate is None else dgate
-    launch = plan(kernel, device, *(x for x, _ in loads), dlse, gated_like, delta_like, dgate)
+    launch = plan_launch(kernel, device, *(x for x, _ in loads), dlse, gated_like, delta_like, dgate)
 
     def run(cotangents: Cotangents, gate: Tensor, o: Tensor, dgate: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         gated, delta = (empty_like(x, device) if passes else None for x in (gated_like, delta_like))

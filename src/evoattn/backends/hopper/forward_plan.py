@@ -14,18 +14,18 @@ from evoattn.backends.hopper.head_groups import HeadGroups, for_each_group
 from evoattn.backends.hopper.kernels.forward import Forward
 from evoattn.backends.hopper.kernels.gate import GateProduct
 from evoattn.backends.hopper.kernels.pair_bias import PairBiasTiles
-from evoattn.backends.hopper.launch import note_copy, plan, types
+from evoattn.backends.hopper.launch import note_copy, plan_launch, types
 from evoattn.backends.hopper.memory import (
     Workspace,
     addresses,
     copied,
     floats,
-    fold,
     loadable,
     plan_key_bias,
     plan_pair_bias,
+    split_scale,
 )
-from evoattn.backends.hopper.tiles import CHAIN, FORWARD_QUERIES, HALVES, KEYS, ROWS, padded
+from evoattn.backends.hopper.tiles import CHAIN, FORWARD_QUERIES, HALVES, KEYS, MMA_M, padded
 from evoattn.core import devices, layouts
 
 
@@ -33,10 +33,10 @@ def plan_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mask_bias: Tensor | None, pair_bias: Tensor | None,
     *, scale: float, layout: str,
 ) -> Callable[..., None]:  # fmt: skip
-    """A function of (q, k, v, mask, mask_bias, pair_bias, o, lse, reference) that writes the last three."""
+    """Plan the forward: a function of (q, k, v, mask, mask_bias, pair_bias, o, lse, reference) that writes the last three."""
     b, n, h, lq, d = q.shape
     lk, device = k.shape[3], q.device
-    factor, unit = fold(scale)
+    factor, unit = split_scale(scale)
     key_bias = mask is not None or mask_bias is not None or lk % KEYS != 0
     float32_pair = pair_bias is not None and pair_bias.dtype == torch.float32
     resident = (pair_bias is None or padded(d) < 64) and lk <= CHAIN * KEYS and not float32_pair
@@ -63,7 +63,7 @@ def plan_forward(
     tensors = (q, k, v, *map(terms.by_b, key_terms), raw_pair, read, o, lse, lse, pair.references)
     axes = (2, 2, 2, None, None, None, 1, 1, 2, 2, 2, 1)  # of their heads
     first = list(map(groups.cut, tensors, axes))
-    kernel = plan(variant, device, *first[:3], *key_terms, *first[6:], *terms.strides, unit, interleave, blocks)
+    kernel = plan_launch(variant, device, *first[:3], *key_terms, *first[6:], *terms.strides, unit, interleave, blocks)
     offsets = groups.offsets(tensors, axes)
 
     def run(*tensors: Any) -> None:
@@ -75,7 +75,8 @@ def plan_forward(
             memory = workspace.make()
             start = memory.data_ptr()
         read, references, tiles = pair.make(start, raw_pair)
-        # The kernel starts while this runs, and only its producers wait for it: a pair bias for shared memory has to be there.
+        # The forward starts while `KeyBias` runs, and only its producers wait. Its consumers read a resident pair bias, so that
+        # comes before.
         keys = terms.make(start, mask, mask_bias)[:3]
         read = tiles if float32_pair else read
         for_each_group(kernel, (q, k, v, *keys, raw_pair, read, o, lse, reference, references), offsets)
@@ -87,10 +88,10 @@ def _plan_tiles(pair: Tensor, *, q: Tensor, unit: float) -> tuple[Tensor, Any]:
     """Plan the tiles of a float32 pair bias [b|1,h|1,q,k], as accumulators hold it: their layout, and the launch to fill it."""
     note_copy("pair_bias: in float32, laid out anew once a forward, to be streamed")
     panels, blocks = -(-pair.shape[2] // FORWARD_QUERIES), -(-pair.shape[3] // KEYS)
-    tiled = floats(*pair.shape[:2], HALVES * panels, blocks, ROWS * KEYS)
+    tiled = floats(*pair.shape[:2], HALVES * panels, blocks, MMA_M * KEYS)
     if q.shape[-1] == 8:  # 1 / scale is rounded there
         unit = 1.0 / torch.tensor(1.0 / unit, dtype=torch.float32).to(q.dtype).item()
-    return tiled, plan(PairBiasTiles(types[torch.float32], float32=True), q.device, pair.transpose(2, 3), tiled, unit)
+    return tiled, plan_launch(PairBiasTiles(types[torch.float32], float32=True), q.device, pair.transpose(2, 3), tiled, unit)
 
 
 def _is_exact(x: float, dtype: torch.dtype) -> bool:
@@ -101,7 +102,7 @@ def plan_product(gate: Tensor, layout: str) -> Callable[[Tensor, Tensor], None]:
     """Plan the product of O with sigmoid(gate): a function of (o, gate), for an o in the memory layout `layout`."""
     like, copy = loadable(gate, name="gate")
     o = layouts.empty(gate.shape, layout, gate, "meta")
-    kernel = plan(GateProduct(types[gate.dtype], gate.shape[-1]), gate.device, o, like)
+    kernel = plan_launch(GateProduct(types[gate.dtype], gate.shape[-1]), gate.device, o, like)
 
     def run(o: Tensor, gate: Tensor) -> None:
         kernel(o.data_ptr(), (gate if copy is None else copy(gate)).data_ptr())

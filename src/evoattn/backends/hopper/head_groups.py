@@ -1,4 +1,4 @@
-"""Groups of heads, launched one after another where the pair bias streams: the fewer heads, the less memory at a time.
+"""Groups of heads, launched one after another if the pair bias streams, so that it stays in the L2 cache.
 
 The blocks of a launch go through the pair bias of all their heads for every few rows n, and through the other tensors in step,
 more or less. What one of them has brought in another one finds in the L2 cache if that is not too much: at 2,048 queries and

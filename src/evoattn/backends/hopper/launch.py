@@ -44,7 +44,7 @@ def stride(multiple: int = 1) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stand:
+class TensorSpec:
     """A stand-in for a tensor when a kernel is compiled: fixed numbers, and symbols for the others.
 
     Args:
@@ -63,36 +63,40 @@ class Stand:
         return (*self.shape, *self.stride)
 
 
-def lines(dtype: Any, *shape: Any) -> Stand:
+def lines_spec(dtype: Any, *shape: Any) -> TensorSpec:
     """A stand-in for a tensor whose last axis is contiguous and starts on 16 bytes of a 16-bit type."""
-    return Stand(dtype, shape, (*(stride(8) for _ in shape[1:]), 1), 16)
+    return TensorSpec(dtype, shape, (*(stride(8) for _ in shape[1:]), 1), 16)
 
 
-def floats(*shape: Any, align: int = 4) -> Stand:
+def float32_spec(*shape: Any, align: int = 4) -> TensorSpec:
     """A stand-in for a float32 tensor whose last axis is contiguous and starts on `align` bytes."""
-    return Stand(Float32, shape, (*(stride(align // 4) for _ in shape[1:]), 1), align)
+    return TensorSpec(Float32, shape, (*(stride(align // 4) for _ in shape[1:]), 1), align)
 
 
-def strided(dtype: Any, *shape: Any) -> Stand:
+def strided_spec(dtype: Any, *shape: Any) -> TensorSpec:
     """A stand-in for a tensor of any strides."""
-    return Stand(dtype, shape, tuple(stride() for _ in shape), dtype.width // 8)
+    return TensorSpec(dtype, shape, tuple(stride() for _ in shape), dtype.width // 8)
 
 
-def pair_bias(dtype: Any, queries: Any, keys: Any, *, vector: bool) -> Stand:
+def pair_bias_spec(dtype: Any, queries: Any, keys: Any, *, vector: bool) -> TensorSpec:
     """A stand-in for a pair bias [b|1,h|1,q,k]: of any strides, or with lines that start on two numbers."""
     shape = (*sizes(2), queries, keys)
-    return Stand(dtype, shape, (*(stride(2) for _ in range(3)), 1), dtype.width // 4) if vector else strided(dtype, *shape)
+    return (
+        TensorSpec(dtype, shape, (*(stride(2) for _ in range(3)), 1), dtype.width // 4)
+        if vector
+        else strided_spec(dtype, *shape)
+    )
 
 
-def key_ends() -> Stand:
+def key_ends_spec() -> TensorSpec:
     """A stand-in for the rows' numbers of keys up to the last that counts, int32 [r]."""
-    return Stand(Int32, tuple(sizes(1)), (1,), 4)
+    return TensorSpec(Int32, tuple(sizes(1)), (1,), 4)
 
 
-def live_rows() -> tuple[Stand, Stand]:
+def live_rows_spec() -> tuple[TensorSpec, TensorSpec]:
     """A stand-in for the rows that a mask leaves to panels of keys, int32 [b,2,n] and [b, panels + 2]: see `lib.live_rows`."""
     b, n, c, panels = sizes(4)
-    return Stand(Int32, (b, 2, n), (stride(), stride(), 1), 4), Stand(Int32, (c, panels), (stride(), 1), 4)
+    return TensorSpec(Int32, (b, 2, n), (stride(), stride(), 1), 4), TensorSpec(Int32, (c, panels), (stride(), 1), 4)
 
 
 class Kernel:
@@ -131,20 +135,20 @@ class Kernel:
         return build(self)
 
 
-def symbols(stands: tuple[Any, ...]) -> list[Any]:
+def symbols(specs: tuple[Any, ...]) -> list[Any]:
     """The symbols of all tensors, each once, in the order in which a launch takes their numbers."""
     every: dict[int, Any] = {}
-    for stand in stands:
-        if isinstance(stand, Stand):
-            every.update((id(x), x) for x in stand.extents() if not isinstance(x, int))
+    for spec in specs:
+        if isinstance(spec, TensorSpec):
+            every.update((id(x), x) for x in spec.extents() if not isinstance(x, int))
     return list(every.values())
 
 
-class Launch:
+class CompiledEntry:
     """A kernel as it is compiled: it takes the numbers of all symbols at once, and addresses in place of tensors."""
 
     def __init__(self, kernel: Kernel):
-        self.kernel, self.stands = kernel, kernel.arguments()
+        self.kernel, self.specs = kernel, kernel.arguments()
 
     @cute.jit
     def __call__(self, extents: cute.Shape, stream: cuda.CUstream, *values):
@@ -152,16 +156,14 @@ class Launch:
 
     def arguments(self, extents: Any, values: Iterator[Any]) -> Iterator[Any]:
         """The kernel's own arguments: tensors, None and numbers."""
-        known = {
-            id(symbol): cute.assume(extents[i], divby=symbol.divisibility) for i, symbol in enumerate(symbols(self.stands))
-        }
-        for stand in self.stands:
-            if isinstance(stand, Stand):
-                pointer = cute.make_ptr(stand.dtype, next(values), cute.AddressSpace.gmem, assumed_align=stand.align)
-                shape, stride = (tuple(known.get(id(x), x) for x in axes) for axes in (stand.shape, stand.stride))
+        known = {id(symbol): cute.assume(extents[i], divby=symbol.divisibility) for i, symbol in enumerate(symbols(self.specs))}
+        for spec in self.specs:
+            if isinstance(spec, TensorSpec):
+                pointer = cute.make_ptr(spec.dtype, next(values), cute.AddressSpace.gmem, assumed_align=spec.align)
+                shape, stride = (tuple(known.get(id(x), x) for x in axes) for axes in (spec.shape, spec.stride))
                 yield cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
             else:
-                yield None if stand is None else next(values)
+                yield None if spec is None else next(values)
 
 
 def build(kernel: Kernel) -> Any:
@@ -169,10 +171,10 @@ def build(kernel: Kernel) -> Any:
 
     A function that can be called at once would take 0.2 s more.
     """
-    stands = kernel.arguments()
-    extents = tuple((Int32 if symbol.width == 32 else Int64)(symbol.divisibility) for symbol in symbols(stands))
-    values = [Int64(0) if isinstance(stand, Stand) else stand for stand in stands if stand is not None]
-    return cute.compile(Launch(kernel), extents, make_fake_stream(), *values, options=_OPTIONS, no_jit_engine=True)
+    specs = kernel.arguments()
+    extents = tuple((Int32 if symbol.width == 32 else Int64)(symbol.divisibility) for symbol in symbols(specs))
+    values = [Int64(0) if isinstance(spec, TensorSpec) else spec for spec in specs if spec is not None]
+    return cute.compile(CompiledEntry(kernel), extents, make_fake_stream(), *values, options=_OPTIONS, no_jit_engine=True)
 
 
 def fits(symbol: Any, value: int, extents: dict[int, int]) -> bool:
@@ -182,9 +184,9 @@ def fits(symbol: Any, value: int, extents: dict[int, int]) -> bool:
     return value % symbol.divisibility == 0 and extents.setdefault(id(symbol), value) == value
 
 
-def planned_strides(stand: Stand, shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
+def planned_strides(spec: TensorSpec, shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
     """The strides of a tensor. An axis of size 1 has any stride that the kernel wants."""
-    wanted = [x if isinstance(x, int) else x.divisibility for x in stand.stride]
+    wanted = [x if isinstance(x, int) else x.divisibility for x in spec.stride]
     return [want if size == 1 else own for size, own, want in zip(shape, stride, wanted, strict=True)]
 
 
@@ -226,7 +228,7 @@ def note_tiles(kernel: str, **tiles: int) -> None:
         noted.tiles[kernel] = tiles
 
 
-def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[..., None]:
+def plan_launch(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[..., None]:
     """The launch of a kernel for tensors that lie in memory like `arguments`, as a function of their addresses alone.
 
     It takes one for each argument but the numbers, which come last, and passes on those that the variant takes.
@@ -240,18 +242,18 @@ def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[...,
     function: Any = None
     if (noted := _noted.get()) is not None:
         noted.kernels.append(kernel)
-    stands = kernel.arguments()
+    specs = kernel.arguments()
     extents: dict[int, int] = {}
     numbers = []
-    positions = [i for i, stand in enumerate(stands) if isinstance(stand, Stand)]
-    for stand, argument in zip(stands, arguments, strict=True):
-        if isinstance(stand, Stand):
-            values = (*argument.shape, *planned_strides(stand, argument.shape, argument.stride()))
-            if not all(fits(symbol, x, extents) for symbol, x in zip(stand.extents(), values, strict=True)):
+    positions = [i for i, spec in enumerate(specs) if isinstance(spec, TensorSpec)]
+    for spec, argument in zip(specs, arguments, strict=True):
+        if isinstance(spec, TensorSpec):
+            values = (*argument.shape, *planned_strides(spec, argument.shape, argument.stride()))
+            if not all(fits(symbol, x, extents) for symbol, x in zip(spec.extents(), values, strict=True)):
                 raise ValueError(f"{kernel.name} takes no tensor of shape {tuple(argument.shape)}, strides {argument.stride()}")
-        elif stand is not None:
+        elif spec is not None:
             numbers.append(argument)
-    known = tvm_ffi.Shape(tuple(extents[id(symbol)] for symbol in symbols(stands)))
+    known = tvm_ffi.Shape(tuple(extents[id(symbol)] for symbol in symbols(specs)))
     index = device.index
     # What Triton and torch's own compiler ask; torch.cuda wraps it in an object. A torch without CUDA can plan, and has none.
     stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)

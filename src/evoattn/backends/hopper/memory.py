@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evoattn.backends.hopper.kernels.key_bias import TERMS, KeyBias
 from evoattn.backends.hopper.kernels.pair_bias import PairBias
-from evoattn.backends.hopper.launch import note_copy, plan, types
+from evoattn.backends.hopper.launch import note_copy, plan_launch, types
 from evoattn.backends.hopper.tiles import KEYS
 
 _LEAST, _MOST = 2.0**-12, 2.0**12
@@ -93,8 +93,8 @@ def plan_pair_bias(
     references = floats(*pair.shape[:3])
     aligned = pair_bias.shape[3] == keys and keys % 8 == 0 and is_aligned(pair_bias)
     width = 16 // pair_bias.element_size() if aligned else 1
-    kernel = PairBias(types[pair_bias.dtype], width, beside=types[q.dtype], bounded=bounded)
-    subtract = plan(kernel, pair_bias.device, pair, out, references)
+    kernel = PairBias(types[pair_bias.dtype], width, q_dtype=types[q.dtype], bounded=bounded)
+    subtract = plan_launch(kernel, pair_bias.device, pair, out, references)
     tiles, fill_tiles = (None, None) if tile is None else tile(out[..., :keys])
     at_tiles, at_pair, at_references = map(workspace.add, (tiles, out, references))
 
@@ -170,7 +170,7 @@ def plan_key_bias(
     key_bias = floats(batches * rows, lk) if unrounded else None
     options = {"clears": clears is not None, "lists": lists, "unrounded": unrounded, "bounded": bounded}
     variant = KeyBias(types[q.dtype], mask=mask is not None, bias=bias_type, **options)
-    kernel = plan(variant, q.device, mask, mask_bias, terms, ends, key_bias, cleared, order, starts, lk, rows)
+    kernel = plan_launch(variant, q.device, mask, mask_bias, terms, ends, key_bias, cleared, order, starts, lk, rows)
     at_order, at_starts, at_key_bias, at_terms, at_ends = map(workspace.add, (order, starts, key_bias, terms, ends))
 
     def make(start: int, mask: int | None, mask_bias: int | None, cleared: int | None = None) -> tuple[int, ...]:
@@ -222,7 +222,7 @@ def copied(tensors: tuple[Any, ...], copies: Iterable[tuple[int, Callable[[Tenso
     return tuple(result)
 
 
-def fold(scale: float, least: float = _LEAST) -> tuple[float, float]:
+def split_scale(scale: float, least: float = _LEAST) -> tuple[float, float]:
     """scale = factor * unit: a factor that goes into q, a sign and a power of two or zero, and what the kernels take.
 
     They want a positive scale, not so far from 1 that a bias divided by it overflows: `least` or more, at most 2.

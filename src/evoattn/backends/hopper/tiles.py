@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-ROWS = 64
-"""Rows of a product of a warpgroup, which the instruction fixes."""
+MMA_M = 64
+"""M of a warpgroup's product (wgmma), which the instruction fixes: queries or keys of a tile."""
 
-QUERIES = ROWS
+QUERIES = MMA_M
 """Queries of a tile of the backward."""
 
-KEYS = ROWS
+KEYS = MMA_M
 """Keys of a tile, and of a panel that a block of `KeyGradients` owns."""
 
 SLICE = 32
@@ -29,7 +29,7 @@ CONSUMERS = STREAMS * HALVES
 CHAIN = 8
 """Blocks of keys whose steps the forward lays out one after another."""
 
-FORWARD_QUERIES = HALVES * ROWS
+FORWARD_QUERIES = HALVES * MMA_M
 """Queries of a panel in the forward."""
 
 MOST_PANELS = 128
@@ -188,15 +188,6 @@ def fused_tiles(channels: int, sizes: tuple[int, int, int, int, int], processors
     return tiles if 64 < queries <= 64 * tiles and keys > 64 and idle <= _MOST_IDLE else None
 
 
-def one_kernel(
-    needs: tuple[bool, ...], pair: bool, channels: int, sizes: tuple[int, int, int, int, int], processors: int
-) -> int | None:
-    """`fused_tiles`, if one kernel may find all that a call wants: without a pair bias, what queries and what keys hold."""
-    needs_q, needs_k, needs_v, needs_mask, *_ = needs
-    both = needs_q and (needs_k or needs_v or needs_mask)
-    return fused_tiles(channels, sizes, processors) if both and not pair else None
-
-
 def skips_rows(
     mask: bool,
     needs: tuple[bool, ...],
@@ -217,11 +208,3 @@ def skips_rows(
     return key_variant(channels, queries, pair, True, float32_pair=float32_pair) == key_variant(
         channels, queries, pair, float32_pair=float32_pair
     )
-
-
-def fused_shared(channels: int, tiles: int) -> int:
-    """Bytes of shared memory of `FusedGradients`."""
-    across, width = padded(channels), -(-channels // 16) * 16
-    queries = tiles * 64 * (2 * across * 2 + width * 4 + 16)
-    keys = 3 * (3 * 64 * across * 2 + 2 * 64 * 64 * 2)
-    return queries + keys + 3 * 4 * 8 * 4 + (5 * tiles + 15) * 8

@@ -1,10 +1,12 @@
 """The backward kernel of the keys: dk, dv, and each head's part of the gradient of the mask bias.
 
-A persistent block owns a panel, 64 keys of one (b, h), and loops over rows n in two or three streams, a warpgroup each. It
-works on transposed scores, [k,q], so that dk and dv of a row stay in registers. The pair bias of a panel stays in shared memory
-in float32, as the accumulators hold it, or streams, a tile for all streams; q, do and the statistics of each query stream. What
-a query brings, -lse and -delta, comes by products too: eight channels of it meet the key bias, or constants (table
-in `dkdv_consumer.load_keys`).
+A persistent block owns a panel at a time: 64 keys of one (b, h). It loops over the rows n of the panel, and over the tiles of
+queries of a row. It writes dk, dv and its part of d(mask bias) of each row once.
+
+Two or three streams of rows run at a time, a warpgroup each. Scores are transposed, [k,q], so that dk and dv of a row stay in
+registers. The pair bias of a panel stays in shared memory in float32, as the accumulators hold it, or streams, a tile for all
+streams. q, dO and the statistics of the queries stream. -LSE and -delta of a query come by products too: eight channels of it
+meet the key bias, or constants (table in `dkdv_consumer.load_keys`).
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from cutlass.memory import SmemAllocator
 from evoattn.backends.hopper.kernels import dkdv_consumer as consumer
 from evoattn.backends.hopper.kernels.dkdv_producer import produce, produce_bias
 from evoattn.backends.hopper.kernels.statistics import TILE
-from evoattn.backends.hopper.launch import Kernel, Stand, floats, lines, live_rows, pair_bias, sizes
+from evoattn.backends.hopper.launch import Kernel, TensorSpec, float32_spec, lines_spec, live_rows_spec, pair_bias_spec, sizes
 from evoattn.backends.hopper.lib.copies import TmaTiles, fill_zeros, load_tma, store_tma
 from evoattn.backends.hopper.lib.live_rows import clear_skipped, line_time
-from evoattn.backends.hopper.lib.primitives import k_major, mn_major
+from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
 from evoattn.backends.hopper.lib.schedule import share
-from evoattn.backends.hopper.tiles import QUERIES, ROWS, padded
+from evoattn.backends.hopper.tiles import MMA_M, QUERIES, padded
 
 
 class KeyArguments(
@@ -62,8 +64,8 @@ class KeyGradients(Kernel):
     blocks: int = 6
     ring: int = 0  # tiles of a pair bias that streams instead, laid out by `PairBiasTiles`, and takes any length
     float32_tiles: bool = False  # whether those are float32, as the accumulators hold it
-    streams: int = 3  # rows n at a time, stages of each
-    stages: int = 3
+    streams: int = 3  # rows n at a time
+    stages: int = 3  # stages of a stream
     # whether blocks count the time in which they change to another panel (`schedule`), where the pair bias stays.
     timed: bool = True
     # whether dk and dv of a row leave from tiles of their own in shared memory. Else they share one, and dv waits until dk
@@ -108,7 +110,7 @@ class KeyGradients(Kernel):
     def layouts(self):
         n = self.streams * self.stages
         return (
-            k_major(self.dtype, ROWS, padded(self.channels), 2 * self.streams),  # k, v of a row
+            k_major(self.dtype, MMA_M, padded(self.channels), 2 * self.streams),  # k, v of a row
             k_major(self.dtype, QUERIES, padded(self.channels), n),  # q and do
             mn_major(self.dtype, padded(self.channels), QUERIES, n),  # the same as right sides of dS^T q and P^T do
             k_major(self.dtype, 16, padded(self.channels), self.output_tiles + self.skips),  # dk, dv, a warp's rows; zeros
@@ -121,7 +123,7 @@ class KeyGradients(Kernel):
     ):  # fmt: skip
         """Launch the kernel; `KeyArguments` explains the tensors. mdQ: dq, of which skipped rows are set to zero; or None."""
         lk, lq, _, lo = self.layouts()
-        tma_K, tma_V = (load_tma(x, lk, (ROWS, padded(self.channels))) for x in (mK, mV))
+        tma_K, tma_V = (load_tma(x, lk, (MMA_M, padded(self.channels))) for x in (mK, mV))
         tma_Q, tma_dO = (load_tma(x, lq, (QUERIES, padded(self.channels))) for x in (mQ, mdO))
         tma_dK, tma_dV = (store_tma(x, lo, (16, padded(self.channels))) for x in (mdK, mdV))
         tma_dQ = store_tma(mdQ, lo, (16, padded(self.channels))) if const_expr(self.clears) else tma_dK
@@ -146,8 +148,8 @@ class KeyGradients(Kernel):
             if const_expr(self.resident)
             else None
         )
-        pair_ring = smem.allocate_array(self.tile, RG * ROWS * QUERIES if self.streamed else 8, byte_alignment=128)
-        sPairTiles = cute.make_tensor(pair_ring, cute.make_layout((4, 128, 8, max(RG, 1)), stride=(1, 4, 512, ROWS * QUERIES)))
+        pair_ring = smem.allocate_array(self.tile, RG * MMA_M * QUERIES if self.streamed else 8, byte_alignment=128)
+        sPairTiles = cute.make_tensor(pair_ring, cute.make_layout((4, 128, 8, max(RG, 1)), stride=(1, 4, 512, MMA_M * QUERIES)))
         queries, keys = (Ring.allocate(smem, stages, sleeps=True) for stages in (buffers, NS))
         sRows = cute.make_tensor(smem.allocate_array(Int32, 4 * NS), cute.make_layout((4, NS)))  # rows n, see `produce`
         rings = consumer.KeyRings(queries, keys, Ring.allocate(smem, RG, sleeps=True))
@@ -161,11 +163,7 @@ class KeyGradients(Kernel):
         registers = {3: (160, 32), 2: (240, 24)}[NS]  # of a consumer's thread, and of a producer's
         B, N, H, LQ, _ = args.mQ.shape
         LK = args.mK.shape[3]
-        tid, _, _ = arch.thread_idx()
-        bid, _, _ = arch.block_idx()
-        blocks, _, _ = arch.grid_dim()
-        warp_idx = arch.make_warp_uniform(arch.warp_idx())
-        lane = arch.lane_idx()
+        bid, blocks, tid, warp_idx, lane = block_and_thread()
         shared, sStats, pair_ring, rings, sRows = self.allocate()
         if tid == 0:
             rings.queries.initialize(consumers=4)
@@ -177,7 +175,7 @@ class KeyGradients(Kernel):
         inverse = Float32(1.0) / args.scale
         arch.sync_threads()
         # ---- work: an equal share of the time that all (panel, n) take
-        NK = (LK + ROWS - 1) // ROWS
+        NK = (LK + MMA_M - 1) // MMA_M
         NT = (LQ + QUERIES - 1) // QUERIES
         sizes, live = (B, N, H, NK), (args.mOrder, args.mStarts)
         total, change, skips_rows = line_time(self, live, sizes, blocks)
@@ -185,7 +183,7 @@ class KeyGradients(Kernel):
         begin = Int32(cutlass.min(Int64(bid) * each, total))
         end = Int32(cutlass.min(Int64(bid + 1) * each, total))
 
-        copy_K, copy_V = (TmaTiles.of(x, (ROWS, D), shared.sK) for x in (tma_K, tma_V))
+        copy_K, copy_V = (TmaTiles.of(x, (MMA_M, D), shared.sK) for x in (tma_K, tma_V))
         copy_Q, copy_dO = TmaTiles.of(tma_Q, (QUERIES, D), shared.sQ), TmaTiles.of(tma_dO, (QUERIES, D), shared.sdO)
         copy_dK, copy_dV, copy_dQ = (TmaTiles.of(x, (16, D), shared.sOut) for x in (tma_dK, tma_dV, tma_dQ))
         span = (begin, end, bid, each, change)
@@ -205,16 +203,9 @@ class KeyGradients(Kernel):
                     clears = ((copy_dK, copy_dV), copy_dQ if const_expr(self.clears) else None, (LQ + 15) // 16)
                     warps = 4 - busy
                     clear_skipped(
-                        self,
-                        live,
-                        sizes,
-                        self.output_tiles,
-                        clears,
-                        args.mdMask,
-                        bid * warps + 3 - producer,
-                        blocks * warps,
-                        lane,
-                    )
+                        self, live, sizes, self.output_tiles, clears, args.mdMask, bid * warps + 3 - producer,
+                        blocks * warps, lane,
+                    )  # fmt: skip
             if const_expr(self.rounds):
                 if producer == 3:
                     round_gradient(self, args.mSums, args.mdPair, bid, blocks, lane)
@@ -226,17 +217,17 @@ class KeyGradients(Kernel):
 
     def arguments(self) -> tuple[Any, ...]:
         B, N, H, LQ, LK, words, fours = sizes(7)
-        q, k, v, do, dk, dv = (lines(self.dtype, B, N, H, length, self.channels) for length in (LQ, LK, LK, LQ, LK, LK))
-        pair = pair_bias(self.bias, LQ, LK, vector=False)
+        q, k, v, do, dk, dv = (lines_spec(self.dtype, B, N, H, length, self.channels) for length in (LQ, LK, LK, LQ, LK, LK))
+        pair = pair_bias_spec(self.bias, LQ, LK, vector=False)
         if self.streamed:
-            pair = lines(self.tile, *sizes(4), ROWS * QUERIES)
-        dmask = floats(B, N, H, LK) if self.mask_gradient else None
-        added = Stand(Float32, (fours, 4), (4, 1), 16) if self.rounds else None
-        dpair = Stand(self.dtype, (fours, 4), (4, 1), 8) if self.rounds else None
-        dq = lines(self.dtype, B, N, H, LQ, self.channels) if self.clears else None
-        live = live_rows() if self.skips else (None, None)
+            pair = lines_spec(self.tile, *sizes(4), MMA_M * QUERIES)
+        dmask = float32_spec(B, N, H, LK) if self.mask_gradient else None
+        added = TensorSpec(Float32, (fours, 4), (4, 1), 16) if self.rounds else None
+        dpair = TensorSpec(self.dtype, (fours, 4), (4, 1), 8) if self.rounds else None
+        dq = lines_spec(self.dtype, B, N, H, LQ, self.channels) if self.clears else None
+        live = live_rows_spec() if self.skips else (None, None)
         numbers = (Float32(0), Int32(0), Int32(0), Int32(0))
-        row, stats = lines(self.dtype, *sizes(2)), floats(B, N, H, words, align=16)
+        row, stats = lines_spec(self.dtype, *sizes(2)), float32_spec(B, N, H, words, align=16)
         return q, k, v, do, pair, row, stats, dk, dv, dmask, added, dpair, dq, *live, *numbers
 
 

@@ -30,7 +30,7 @@ from evoattn.backends.hopper.lib.primitives import (
     unseen,
 )
 from evoattn.backends.hopper.lib.ring import Ring, Slot, sleep_until
-from evoattn.backends.hopper.tiles import ROWS, SLICE, padded
+from evoattn.backends.hopper.tiles import MMA_M, SLICE, padded
 from evoattn.core.numerics import LOG2E
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
@@ -89,10 +89,10 @@ def fragments(variant, shared, buffers, wg_tid, t4, lane):
     sQ, sdO, sQt, sdOt, sStats, sK = shared
     mma_S, mma_dK = multiply(variant.dtype, False, K, SLICE), multiply(variant.dtype, False, MN, 16 * variant.steps)
     right = right_sides(variant, sQ, sdO, sQt, sdOt, sStats, buffers, wg_tid)
-    acc_S, acc_dP = (mma_S.make_fragment_C(mma_S.partition_shape_C((ROWS, SLICE))) for _ in range(2))
-    acc_dK, acc_dV = (mma_dK.make_fragment_C(mma_dK.partition_shape_C((ROWS, 16 * variant.steps))) for _ in range(2))
-    tSrK, tdPrV = (mma_S.make_fragment_A(mma_S.partition_shape_A((ROWS, padded(variant.channels)))) for _ in range(2))
-    tSrKeyTerms, tdPrUnits = (mma_S.make_fragment_A(mma_S.partition_shape_A((ROWS, 16))) for _ in range(2))
+    acc_S, acc_dP = (mma_S.make_fragment_C(mma_S.partition_shape_C((MMA_M, SLICE))) for _ in range(2))
+    acc_dK, acc_dV = (mma_dK.make_fragment_C(mma_dK.partition_shape_C((MMA_M, 16 * variant.steps))) for _ in range(2))
+    tSrK, tdPrV = (mma_S.make_fragment_A(mma_S.partition_shape_A((MMA_M, padded(variant.channels)))) for _ in range(2))
+    tSrKeyTerms, tdPrUnits = (mma_S.make_fragment_A(mma_S.partition_shape_A((MMA_M, 16))) for _ in range(2))
     fill_delta_units(variant, tdPrUnits, t4, lane)
     ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), variant.dtype)
     loads = cute.make_tiled_copy_A(ldmatrix, mma_S).get_slice(wg_tid)
@@ -167,6 +167,7 @@ def fill_delta_units(variant, tdPrUnits, t4, lane):
 
 def load_pair_bias(variant, thread_bias, mPair, u, b, h, first_key, t4, LQ, LK, inverse):
     """Load this thread's part of slice u of the pair bias, as the accumulators of the scores hold it."""
+    b, h = b % mPair.shape[0], h % mPair.shape[1]
     for x in range(4):
         values = cute.make_rmem_tensor(4, Float32)
         for y in range(4):
@@ -229,7 +230,7 @@ def left_sides(variant, values):
     mma_dK = multiply(variant.dtype, False, MN, 16 * variant.steps)
     operand = []
     for step in range(2):
-        a = mma_dK.make_fragment_A(mma_dK.partition_shape_A((ROWS, 16)))
+        a = mma_dK.make_fragment_A(mma_dK.partition_shape_A((MMA_M, 16)))
         half = cute.make_tensor(values.iterator + 8 * step, cute.make_layout(8))
         cute.make_tensor(a.iterator, cute.make_layout(8)).store(half.load().to(variant.dtype))
         operand.append(a)
@@ -249,16 +250,16 @@ def store_mask_gradient(variant, sums: cute.Tensor, to: cute.Tensor, key: Int32,
 
 @cute.jit
 def row_tiles(
-    variant, operands, row, bias: Any, sums: cute.Tensor, rings, scale: Float32, inverse: Float32, more: Boolean,
-    stream: Int32, row_count: Int32, slot, bias_slot, NT: Int32, t4: Int32, lane: Int32,
+    variant, operands, row, bias: Any, sums: cute.Tensor, rings, scales, more: Boolean, stream: Int32, row_count: Int32, slot,
+    bias_slot, NT: Int32, t4: Int32, lane: Int32,
 ):  # fmt: skip
     """Do all tiles of a row's queries, of which the first scores are there; then start those of the next row, if `more`.
 
     `bias` is this thread's part of a pair bias that stays, or the tiles of one that streams and the thread's place there.
     Returns the next slots of queries, and of a pair bias that streams.
     """
+    (scale, inverse), unreleased = scales, slot.stage
     sums.fill(0.0)
-    unreleased = slot.stage
     for j in cutlass.range(NT, unroll=1):
         stream_rings = rings.at(arch.make_warp_uniform(stream * variant.stages), variant.stages)
         slot = Slot(arch.make_warp_uniform(slot.stage), slot.phase)
@@ -321,7 +322,7 @@ def consume(
     """Do the rows of this warpgroup's stream, panel after panel.
 
     `time` counts as in `schedule`, and `row_count` the rows of the stream. `produce` writes `sRows` [4, streams].
-    `panel_in_use`: a warpgroup may still read the pair bias of the last panel. `stream_rings`: the rings of the stream.
+    `panel_in_use`: a warpgroup may still read the pair bias of the last panel.
 
     More than 60 lines: a part of a loop in a function of its own changes what the compiler carries through the loop.
     """
@@ -340,14 +341,12 @@ def consume(
     while time < end:
         i, h, b, p0, p1, start, length = next_panel(variant, time, end, change, live, sizes, lane)
         time = cutlass.min(start + length, end)
-        first_key = i * ROWS + wg_warp * 16 + g
+        first_key = i * MMA_M + wg_warp * 16 + g
         if const_expr(variant.resident):
             if panel_in_use:
                 arch.barrier(barrier_id=1, number_of_threads=NS * 128)
             for u in cutlass.range(stream, 2 * NT, NS, unroll=2):
-                load_pair_bias(
-                    variant, thread_bias, mPair, u, b % mPair.shape[0], h % mPair.shape[1], first_key, t4, LQ, LK, inverse
-                )
+                load_pair_bias(variant, thread_bias, mPair, u, b, h, first_key, t4, LQ, LK, inverse)
             arch.barrier(barrier_id=1, number_of_threads=NS * 128)
             panel_in_use = Boolean(True)
         position, count = stream, p1 - p0
@@ -373,27 +372,12 @@ def consume(
             more = position + NS < count
             if const_expr(variant.key_bias):
                 if more:
-                    load_key_bias(
-                        variant, row.terms, args.mTerms, b * stride_b + rows[(row_count + 1) & 3] * stride_n, first_key
-                    )
+                    bias_row = b * stride_b + rows[(row_count + 1) & 3] * stride_n
+                    load_key_bias(variant, row.terms, args.mTerms, bias_row, first_key)
             slot, bias_slot = row_tiles(
-                variant,
-                operands,
-                row,
-                bias,
-                sums,
-                rings,
-                scale,
-                inverse,
-                more,
-                stream,
-                row_count,
-                slot,
-                bias_slot,
-                NT,
-                t4,
-                lane,
-            )
+                variant, operands, row, bias, sums, rings, (scale, inverse), more, stream, row_count, slot, bias_slot, NT,
+                t4, lane,
+            )  # fmt: skip
             if more:
                 rings.keys.consumer_release(stream, lane)
             n = rows[row_count & 3]
@@ -412,7 +396,8 @@ def consume(
             position, row_count = position + NS, row_count + 1
         if const_expr(variant.streamed):
             # True if the last round has no row for this stream. It still gives the tiles of the bias back.
-            # Example of 4 rows and 3 streams: stream 0 does rows 0 and 3, so m = 6 >= 4 + 0. Stream 1 does row 1, so m = 4 < 5.
+            # Example of 4 rows and 3 streams: stream 0 does rows 0 and 3, and ends at position 6, not below 4 + 0. Stream 1
+            # does row 1, and ends at position 4, below 5.
             if position < count + stream:
                 for _ in cutlass.range(NT, unroll=1):
                     sleep_until(rings.bias.barrier(bias_slot.stage), bias_slot.phase)

@@ -15,7 +15,7 @@ from evoattn.backends.hopper.lib.copies import bulk_load
 from evoattn.backends.hopper.lib.live_rows import next_panel, row_at_rank
 from evoattn.backends.hopper.lib.ring import Slot
 from evoattn.backends.hopper.lib.schedule import panel_times, uniform_row
-from evoattn.backends.hopper.tiles import QUERIES, ROWS, padded
+from evoattn.backends.hopper.tiles import MMA_M, QUERIES, padded
 
 
 @cute.jit
@@ -50,7 +50,7 @@ def produce(
             rings.keys.producer_acquire(Slot(stream, row_count & 1))
             with arch.elect_one():
                 sRows[row_count & 3], sRows[(row_count + 1) & 3] = n, following
-                rings.keys.expect(stream, 2 * ROWS * padded(variant.channels) * 2)
+                rings.keys.expect(stream, 2 * MMA_M * padded(variant.channels) * 2)
             copy_K.load((i, h, n, b), 2 * stream, rings.keys, stream)
             copy_V.load((i, h, n, b), 2 * stream + 1, rings.keys, stream)
             row_count += 1
@@ -81,8 +81,8 @@ def produce_bias(variant, args, span, sizes, pair_ring: cute.Pointer, ring, NT: 
         for _ in cutlass.range((p1 - p0 + NS - 1) // NS, unroll=1):
             for j in cutlass.range(NT, unroll=1):
                 ring.producer_acquire(slot)
-                to = cute.make_tensor(pair_ring + slot.stage * ROWS * QUERIES, cute.make_layout(ROWS * QUERIES))
+                to = cute.make_tensor(pair_ring + slot.stage * MMA_M * QUERIES, cute.make_layout(MMA_M * QUERIES))
                 with arch.elect_one():
-                    ring.expect(slot.stage, ROWS * QUERIES * variant.tile.width // 8)
+                    ring.expect(slot.stage, MMA_M * QUERIES * variant.tile.width // 8)
                     bulk_load(tiles[j, None], to, ring, slot.stage)
                 slot = ring.advance(slot)

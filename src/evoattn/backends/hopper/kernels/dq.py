@@ -1,12 +1,14 @@
 """The backward kernel of the queries: dq and d(pair bias).
 
-A persistent block owns a panel, 64 queries of one (b, h), and loops over rows n. Two to four warpgroups split the keys; each
-keeps its part of d(pair bias) in registers, so that it is written once a panel and block, and the pair bias itself, in float32,
-in shared memory. dq of a row is summed over the warpgroups through shared memory, by one warp while they go on to the next row,
-or by themselves in turn (`dq_sum`).
+A persistent block owns a panel at a time: 64 queries of one (b, h). It loops over the rows n of the panel, and over all keys of
+a row. It writes dq and the statistics of each row once, and its part of d(pair bias) once a panel.
 
-More keys than a block has room for are split among the blocks of a cluster, which work on the same queries and rows n. dq of a
-row goes from the last block to the first, each adding its own part; the first writes it, and the statistics.
+Two to four warpgroups split the keys. Each holds its part of d(pair bias) in registers, and the pair bias in shared memory in
+float32. dq of a row is summed over the warpgroups through shared memory: by one warp while they go on to the next row, or by
+themselves in turn (`dq_sum`).
+
+If a block has no room for all keys, the blocks of a cluster split them, and work on the same queries and rows n. dq of a row
+goes from the last block to the first, and each adds its part. The first block writes it, and the statistics.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from evoattn.backends.hopper.kernels import dq_consumer as consumer
 from evoattn.backends.hopper.kernels.dq_producer import produce_keys, produce_rows
 from evoattn.backends.hopper.kernels.dq_sum import Sums, sum_rows
 from evoattn.backends.hopper.kernels.key_bias import TERMS
-from evoattn.backends.hopper.launch import Kernel, floats, lines, live_rows, pair_bias, sizes
+from evoattn.backends.hopper.launch import Kernel, float32_spec, lines_spec, live_rows_spec, pair_bias_spec, sizes
 from evoattn.backends.hopper.lib.copies import TmaTiles, load_tma, store_tma
-from evoattn.backends.hopper.lib.primitives import k_major, mn_major
+from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
 from evoattn.backends.hopper.lib.schedule import change_of, reached, share
-from evoattn.backends.hopper.tiles import ROWS, SLICE, padded, query_interleave, query_sums
+from evoattn.backends.hopper.tiles import MMA_M, SLICE, padded, query_interleave, query_sums
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
@@ -64,10 +66,10 @@ class QueryGradients(Kernel):
     # whether a gate multiplies O. Then `GatePass` has found delta, which comes with dlse, and o is not read.
     gate: bool = False
     partial: bool = False  # whether each block leaves its part of d(pair bias) instead of adding it to what the others found
-    groups: int = 3  # warpgroups, and slices of 32 keys of each: groups * slices * 32 keys of a block at most
-    slices: int = 4
-    stage: int = 2  # slices of a stage of keys, and stages of a warpgroup
-    stages: int = 3
+    groups: int = 3  # warpgroups; a block has room for groups * slices * 32 keys
+    slices: int = 4  # slices of 32 keys of a warpgroup
+    stage: int = 2  # slices of a stage of keys
+    stages: int = 3  # stages of a warpgroup
     cluster: int = 1  # blocks that share the keys
     vector: bool = True  # whether lines of the pair bias start on 4 bytes, and the number of keys is even
     # whether rows whose keys are all masked are skipped, except the first of a block's stretch. `KeyGradients` skips them too,
@@ -117,7 +119,7 @@ class QueryGradients(Kernel):
     def layouts(self):
         n = self.groups * self.stages
         return (
-            k_major(self.dtype, ROWS, padded(self.channels), 4),  # q, o, do of two rows
+            k_major(self.dtype, MMA_M, padded(self.channels), 4),  # q, o, do of two rows
             k_major(self.dtype, self.keys, padded(self.channels), n),  # k and v
             mn_major(self.dtype, padded(self.channels), self.keys, n),  # k as the right side of dS K
             k_major(self.dtype, 16, padded(self.channels), 4 if self.warp_sums_dq else self.groups * 4),  # dq, a warp's rows
@@ -130,18 +132,15 @@ class QueryGradients(Kernel):
     ):  # fmt: skip
         """Launch the kernel; `QueryArguments` explains the tensors."""
         lq, lk, _, lo = self.layouts()
-        tma_Q, tma_dO, tma_O = (load_tma(x, lq, (ROWS, padded(self.channels))) for x in (mQ, mdO, mO))
+        tma_Q, tma_dO, tma_O = (load_tma(x, lq, (MMA_M, padded(self.channels))) for x in (mQ, mdO, mO))
         tma_K, tma_V = (load_tma(x, lk, (self.keys, padded(self.channels))) for x in (mK, mV))
         tma_dQ = store_tma(mdQ, lo, (16, padded(self.channels)))
         args = QueryArguments(mQ, mK, mPair, mTerms, mLSE, mdLSE, mStats, mdPair, mOrder, mStarts, scale, stride_b, stride_n)
         self.kernel(tma_Q, tma_dO, tma_O, tma_K, tma_V, tma_dQ, args).launch(
-            grid=(blocks, 1, 1),
-            block=((self.groups + 1) * 128, 1, 1),
-            cluster=(self.cluster, 1, 1) if self.cluster > 1 else None,
-            stream=stream,
-            min_blocks_per_mp=1,
+            grid=(blocks, 1, 1), block=((self.groups + 1) * 128, 1, 1),
+            cluster=(self.cluster, 1, 1) if self.cluster > 1 else None, stream=stream, min_blocks_per_mp=1,
             use_pdl=self.key_bias,
-        )
+        )  # fmt: skip
 
     def allocate(self):
         """The shared memory of a block: tiles, terms of the key bias, rings, sums of dq, and the rows n that are done."""
@@ -166,7 +165,7 @@ class QueryGradients(Kernel):
         inbox = smem.allocate_array(Float32, 512 * across if self.cluster > 1 else 4, byte_alignment=128)
         unit = self.keys * TERMS
         sTerms = smem.allocate_array(self.dtype, WG * ST * unit if self.key_bias else 8, byte_alignment=128)
-        stats = smem.allocate_array(Float32, 3 * ROWS, byte_alignment=128)  # -lse, -delta, dlse of a row's queries
+        stats = smem.allocate_array(Float32, 3 * MMA_M, byte_alignment=128)  # -lse, -delta, dlse of a row's queries
         # The rows n that consumers work on, whether another one of the panel follows, and their live tiles of keys: four, since
         # row it + 4 comes when all have taken it + 3, and so left it + 2, for which what was left of it + 1 had to be summed.
         sWork = cute.make_tensor(smem.allocate_array(Int32, 12), cute.make_layout((4, 3)))
@@ -188,15 +187,11 @@ class QueryGradients(Kernel):
         registers = {2: (240, 24), 3: (160, 32), 4: (112, 32)}[WG]  # of a consumer's thread, and of a producer's
         B, N, H, LQ, _ = args.mQ.shape
         LK = args.mK.shape[3]
-        tid, _, _ = arch.thread_idx()
-        bid, _, _ = arch.block_idx()
-        blocks, _, _ = arch.grid_dim()
+        bid, blocks, tid, warp_idx, lane = block_and_thread()
         rank = Int32(0)  # of the block in its cluster; what follows numbers clusters where it says blocks
         if const_expr(CL > 1):
             rank = arch.make_warp_uniform(arch.block_idx_in_cluster())
             bid, blocks = bid // CL, blocks // CL
-        warp_idx = arch.make_warp_uniform(arch.warp_idx())
-        lane = arch.lane_idx()
         shared, sTerms, rings, sums, sWork = self.allocate()
         if tid == 0:
             rings.keys.initialize(consumers=4)
@@ -211,7 +206,7 @@ class QueryGradients(Kernel):
         consumer.sync_cluster(self)
         # ---- work: an equal share of the time that all (panel, n) take
         inverse = Float32(1.0) / args.scale
-        NQ = (LQ + ROWS - 1) // ROWS
+        NQ = (LQ + MMA_M - 1) // MMA_M
         panels, change = Int64(B * H * NQ), Int32(0)
         total = panels * N
         each = Int32(share(total, blocks))
@@ -223,9 +218,9 @@ class QueryGradients(Kernel):
         if const_expr(self.timed):
             begin, end = reached(begin, N, change), reached(end, N, change)
 
-        sStats = cute.make_tensor(shared.stats, cute.make_layout((ROWS, 3)))
+        sStats = cute.make_tensor(shared.stats, cute.make_layout((MMA_M, 3)))
 
-        copy_Q, copy_dO, copy_O = (TmaTiles.of(x, (ROWS, D), shared.sQ) for x in (tma_Q, tma_dO, tma_O))
+        copy_Q, copy_dO, copy_O = (TmaTiles.of(x, (MMA_M, D), shared.sQ) for x in (tma_Q, tma_dO, tma_O))
         copy_K, copy_V = TmaTiles.of(tma_K, (self.keys, D), shared.sK), TmaTiles.of(tma_V, (self.keys, D), shared.sV)
         copy_dQ = TmaTiles.of(tma_dQ, (16, D), shared.sdQ)
         sizes, span = (N, H, NQ, LQ), (begin, end, bid, each, change)
@@ -250,12 +245,12 @@ class QueryGradients(Kernel):
 
     def arguments(self) -> tuple[Any, ...]:
         B, N, H, LQ, LK, words = sizes(6)
-        q, k, v, o, do, dq = (lines(self.dtype, B, N, H, length, self.channels) for length in (LQ, LK, LK, LQ, LQ, LQ))
-        pair = pair_bias(self.bias, LQ, LK, vector=self.vector)
-        lse, dlse, stats = floats(B, N, H, LQ), floats(B, N, H, LQ), floats(B, N, H, words, align=16)
-        dpair = floats(*sizes(2), LQ, *sizes(1), align=16)
+        q, k, v, o, do, dq = (lines_spec(self.dtype, B, N, H, length, self.channels) for length in (LQ, LK, LK, LQ, LQ, LQ))
+        pair = pair_bias_spec(self.bias, LQ, LK, vector=self.vector)
+        lse, dlse, stats = float32_spec(B, N, H, LQ), float32_spec(B, N, H, LQ), float32_spec(B, N, H, words, align=16)
+        dpair = float32_spec(*sizes(2), LQ, *sizes(1), align=16)
         if self.partial:
-            dpair = floats(*sizes(1), self.slices * 4, self.groups * 128, 4, align=16)
-        live = live_rows() if self.skips else (None, None)
+            dpair = float32_spec(*sizes(1), self.slices * 4, self.groups * 128, 4, align=16)
+        live = live_rows_spec() if self.skips else (None, None)
         numbers = (Float32(0), Int32(0), Int32(0), Int32(0))
-        return q, k, v, o, do, pair, lines(self.dtype, *sizes(2)), lse, dlse, stats, dq, dpair, *live, *numbers
+        return q, k, v, o, do, pair, lines_spec(self.dtype, *sizes(2)), lse, dlse, stats, dq, dpair, *live, *numbers

@@ -17,7 +17,7 @@ from evoattn.backends.hopper.kernels.statistics import NEVER, TILE, write_statis
 from evoattn.backends.hopper.lib.copies import bulk_load
 from evoattn.backends.hopper.lib.ring import Slot
 from evoattn.backends.hopper.lib.schedule import first_row, nth_row, panel_times, place, stretch, uniform_row
-from evoattn.backends.hopper.tiles import KEYS, ROWS, padded
+from evoattn.backends.hopper.tiles import KEYS, MMA_M, padded
 from evoattn.core.numerics import LN2, LOG2E
 
 
@@ -112,18 +112,9 @@ def next_row(variant, position: Int32, count: Int32, n: Int32, times, live, b: I
 
 @cute.jit
 def produce_rows(
-    variant,
-    rank: Int32,
-    lane: Int32,
-    args,
-    span,
-    sizes,
-    inverse: Float32,
-    sStats: cute.Tensor,
-    sWork: cute.Tensor,
-    ring,
+    variant, rank: Int32, lane: Int32, args, span, sizes, inverse: Float32, sStats: cute.Tensor, sWork: cute.Tensor, ring,
     copies,
-):
+):  # fmt: skip
     """Load q, o, dO and LSE of each row, and write the statistics of the row before for `KeyGradients`."""
     begin, end, *_ = span
     N, _, _, LQ = sizes
@@ -141,7 +132,7 @@ def produce_rows(
             n = uniform_row(position, N, times)
             following = next_row(variant, position, rows, N, times, live, b, lane)
             for x in range_constexpr(2):
-                q = i * ROWS + x * 32 + lane
+                q = i * MMA_M + x * 32 + lane
                 value = mLSE[b, n, h, cutlass.min(q, LQ - 1)]
                 real = q < LQ and value > Float32(-float("inf"))
                 rNegLSE[x] = cutlass.select_(real, -value, Float32(NEVER))
@@ -163,7 +154,7 @@ def produce_rows(
                     sWork[count % 4, ROWS_LEFT] = rows - following
                 if const_expr(len(variant.exits) > 0):
                     sWork[count % 4, TILES] = tiles_to(variant, live, b, n)
-                ring.expect(0, (2 if variant.gate else 3) * ROWS * padded(variant.channels) * 2)
+                ring.expect(0, (2 if variant.gate else 3) * MMA_M * padded(variant.channels) * 2)
             copy_Q.load((i, h, n, b), 0, ring, 0)
             if const_expr(not variant.gate):
                 copy_O.load((i, h, n, b), 1, ring, 0)

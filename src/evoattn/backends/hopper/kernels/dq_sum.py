@@ -17,12 +17,12 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, range_cons
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import warpgroup
 
-from evoattn.backends.hopper.launch import Kernel, floats, pair_bias, sizes
+from evoattn.backends.hopper.launch import Kernel, float32_spec, pair_bias_spec, sizes
 from evoattn.backends.hopper.lib.copies import store_accumulator
 from evoattn.backends.hopper.lib.primitives import add_four, store_remote
 from evoattn.backends.hopper.lib.ring import release, sleep_until
 from evoattn.backends.hopper.lib.schedule import change_of, first_row, place, share, stretch
-from evoattn.backends.hopper.tiles import ROWS, SLICE
+from evoattn.backends.hopper.tiles import MMA_M, SLICE
 
 ROW, ROWS_LEFT, TILES = range(3)
 """Of `sWork`, for the consumers of a row: its n, how many rows of the panel follow, and its live tiles of keys."""
@@ -147,7 +147,7 @@ def sum_in_turn(
 def receive_dq(variant, acc_dQ, sums, rank: Int32, row_count: Int32, wg_tid: Int32, lane: Int32):
     """Add dq of the next block of the cluster."""
     if wg_tid == 0:
-        arch.mbarrier_arrive_and_expect_tx(sums.inbox_full, ROWS * variant.channels * 4)
+        arch.mbarrier_arrive_and_expect_tx(sums.inbox_full, MMA_M * variant.channels * 4)
     arch.mbarrier_wait(sums.inbox_full, row_count & 1)
     for x in range_constexpr(variant.channels // 8):
         add_quad(variant, acc_dQ, x, cute.make_tensor((sums.inbox + (x * 128 + wg_tid) * 4).align(16), cute.make_layout(4)))
@@ -180,7 +180,7 @@ def key_of_slice(u: Any, group: Any, groups: int, slices: int, interleave: int) 
 
 
 def slice_key(variant, u, group=0):
-    """The first key of slice u of a warpgroup; of the first, how far behind its slice 0."""
+    """The first key of slice u of a warpgroup. For the first warpgroup it is the offset from slice 0."""
     return key_of_slice(u, group, variant.cluster * variant.groups, variant.slices, variant.interleave)
 
 
@@ -244,7 +244,7 @@ class PanelSum(Kernel):
     def __call__(self, mParts: cute.Tensor, mdPair: cute.Tensor, n: Int32, blocks: Int32, stream: cuda.CUstream):
         """n: rows of a (b, h); blocks: clusters that `QueryGradients` was launched with."""
         B, H, LQ, _ = mdPair.shape
-        panels = B * H * ((LQ + ROWS - 1) // ROWS)
+        panels = B * H * ((LQ + MMA_M - 1) // MMA_M)
         self.kernel(mParts, mdPair, n, blocks).launch(
             grid=(panels, 4 * self.slices, self.cluster), block=(self.groups * 128, 1, 1), stream=stream
         )
@@ -254,7 +254,7 @@ class PanelSum(Kernel):
         tid, _, _ = arch.thread_idx()
         panel, x, rank = arch.block_idx()
         B, H, LQ, LK = mdPair.shape
-        NQ = (LQ + ROWS - 1) // ROWS
+        NQ = (LQ + MMA_M - 1) // MMA_M
         panels, change = Int64(B * H * NQ), Int32(0)
         each = Int32(share(panels * n, blocks))
         if const_expr(self.timed and self.cluster == 1):
@@ -270,7 +270,7 @@ class PanelSum(Kernel):
             for y in range_constexpr(4):
                 sums[y] = sums[y] + part[y]
         wg, wg_tid = tid // 128, tid % 128
-        q = panel % NQ * ROWS + wg_tid // 32 * 16 + wg_tid % 32 // 4
+        q = panel % NQ * MMA_M + wg_tid // 32 * 16 + wg_tid % 32 // 4
         key = key_of_slice(x // 4, rank * self.groups + wg, self.cluster * self.groups, self.slices, self.interleave)
         k = key + x % 4 * 8 + wg_tid % 4 * 2
         for r in range_constexpr(2):
@@ -287,5 +287,5 @@ class PanelSum(Kernel):
 
     def arguments(self) -> tuple[Any, ...]:
         slots, queries, keys = sizes(3)
-        mParts = floats(slots, self.slices * 4, self.groups * 128, 4, align=16)
-        return mParts, pair_bias(self.dtype, queries, keys, vector=self.vector), Int32(0), Int32(0)
+        mParts = float32_spec(slots, self.slices * 4, self.groups * 128, 4, align=16)
+        return mParts, pair_bias_spec(self.dtype, queries, keys, vector=self.vector), Int32(0), Int32(0)

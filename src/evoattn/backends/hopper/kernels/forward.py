@@ -1,14 +1,24 @@
-"""The forward kernel: o and lse of every query.
+"""The forward kernel: O, the LSE and the reference of every query.
 
-A persistent block owns a panel, 128 queries of one (b, h), and loops over the rows n: two streams of rows, each with two
-warpgroups of 64 queries, fed by one producer warp a stream. What all rows of a panel share, its pair bias, stays in shared
-memory where it fits, and is streamed once for two rows where it does not; only keys and values always stream. A row's queries
-go on into registers; 64 channels leave no room there, and the tensor cores read them from shared memory at every step.
+A persistent block owns a panel at a time: 128 queries of one (b, h). It loops over the rows n of the panel, and over the
+blocks of 64 keys of a row. It writes O, the LSE and the reference of each row once.
 
-Scores reach the registers complete: Q K^T, the pair bias (through an identity matrix) and the key bias (as extra
-channels) all come from the tensor cores. With 8 channels half of a product's 16 are free; they hold the rest of the scale
-where its inverse, which a pair bias meets, is rounded. The softmax measures from the largest score of the first 32 keys instead
-of a running maximum. A row for which that overflows is found by its sum and done again, exactly, by `repair`.
+Two streams of rows run at a time, each with two warpgroups of 64 queries and one producer warp. Keys and values stream. All
+rows of a panel share its pair bias:
+
+pair bias   channels   keys         `resident`   in shared memory
+none        any        up to 512    True         none
+16 bits     8 to 32    up to 512    True         of the whole panel
+16 bits     others     others       False        tiles that stream, once for two rows
+float32     any        any          False        tiles of `PairBiasTiles` that stream, once for two rows
+
+The queries of a row are held in registers. With 64 channels there is no room, and the tensor cores read them from shared
+memory at every step.
+
+Scores reach the registers complete. Q K^T, the pair bias (through an identity matrix) and the key bias (as extra channels) all
+come from the tensor cores. 8 channels fill half of the 16 of a product. The other half holds the rest of the scale, where its
+inverse, which a pair bias meets, is rounded. The softmax measures from the largest score of the first 32 keys, and not from a
+running maximum. A query for which that overflows shows in its sum, and `repair` does it again.
 """
 
 from __future__ import annotations
@@ -28,12 +38,12 @@ from evoattn.backends.hopper.kernels.forward_mma import ForwardRings
 from evoattn.backends.hopper.kernels.forward_producer import ForwardCopies, produce
 from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.kernels.repair import WARP_QUERIES
-from evoattn.backends.hopper.launch import Kernel, floats, key_ends, lines, sizes, strided
+from evoattn.backends.hopper.launch import Kernel, float32_spec, key_ends_spec, lines_spec, sizes, strided_spec
 from evoattn.backends.hopper.lib.copies import TmaTiles, load_tma, store_tma
-from evoattn.backends.hopper.lib.primitives import k_major, mn_major
+from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
 from evoattn.backends.hopper.lib.schedule import panel_start
-from evoattn.backends.hopper.tiles import CHAIN, CONSUMERS, HALVES, KEYS, ROWS, SLICE, STREAMS, padded
+from evoattn.backends.hopper.tiles import CHAIN, CONSUMERS, HALVES, KEYS, MMA_M, SLICE, STREAMS, padded
 
 THREADS = (CONSUMERS + 1) * 128
 
@@ -114,35 +124,26 @@ class Forward(Kernel):
         """Tiles of the pair bias that lie in shared memory."""
         return HALVES * (CHAIN if self.resident else self.stages) if self.pair else 1
 
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a block; what the compiler does not check."""
-        tiles = 2 * CONSUMERS * ROWS * padded(self.channels)
-        tiles += STREAMS * self.stages * KEYS * (self.key_width + padded(self.channels))
-        terms = self.terms * SLICE * SLICE + STREAMS * self.stages * KEYS * TERMS
-        pair = self.pair_tiles * ROWS * KEYS * (2 if self.float32_pair else 1)
-        return 2 * (tiles + terms + pair) + 2048
-
     def arguments(self) -> tuple[Any, ...]:
         b, n, h, lq, lk = sizes(5)
-        q, k, v, o = (lines(self.dtype, b, n, h, length, self.channels) for length in (lq, lk, lk, lq))
-        terms, ends = (lines(self.dtype, *sizes(2)), key_ends()) if self.key_bias else (None, None)
-        key_bias = floats(*sizes(2)) if self.key_bias and self.pair else None
+        q, k, v, o = (lines_spec(self.dtype, b, n, h, length, self.channels) for length in (lq, lk, lk, lq))
+        terms, ends = (lines_spec(self.dtype, *sizes(2)), key_ends_spec()) if self.key_bias else (None, None)
+        key_bias = float32_spec(*sizes(2)) if self.key_bias and self.pair else None
         raw_pair = pair = pair_reference = None
         if self.pair:
-            raw_pair = strided(Float32 if self.float32_pair else self.dtype, *sizes(4))
-            pair = lines(Float32, *sizes(4), ROWS * KEYS) if self.float32_pair else lines(self.dtype, *sizes(4))
-            pair_reference = floats(*sizes(3))
-        lse, reference = floats(b, n, h, lq), floats(b, n, h, lq)
+            raw_pair = strided_spec(Float32 if self.float32_pair else self.dtype, *sizes(4))
+            pair = lines_spec(Float32, *sizes(4), MMA_M * KEYS) if self.float32_pair else lines_spec(self.dtype, *sizes(4))
+            pair_reference = float32_spec(*sizes(3))
+        lse, reference = float32_spec(b, n, h, lq), float32_spec(b, n, h, lq)
         numbers = (Int32(0), Int32(0), Float32(0.0), Int32(0), Int32(0))
         return q, k, v, terms, ends, key_bias, raw_pair, pair, o, lse, reference, pair_reference, *numbers
 
     def layouts(self):
         return (
-            k_major(self.dtype, ROWS, padded(self.channels), self.query_stages * CONSUMERS),  # q
+            k_major(self.dtype, MMA_M, padded(self.channels), self.query_stages * CONSUMERS),  # q
             k_major(self.dtype, KEYS, self.key_width, STREAMS * self.stages),  # k
             mn_major(self.dtype, padded(self.channels), KEYS, STREAMS * self.stages),  # v
-            k_major(self.dtype, ROWS, KEYS, self.pair_tiles),  # pair bias
+            k_major(self.dtype, MMA_M, KEYS, self.pair_tiles),  # pair bias
             k_major(self.dtype, SLICE, SLICE, self.terms),  # identity / scale
             k_major(self.dtype, 16, padded(self.channels), self.query_stages * CONSUMERS * 4),  # o, a warp's rows
         )
@@ -154,13 +155,13 @@ class Forward(Kernel):
     ):  # fmt: skip
         """Launch the kernel; `ForwardArguments` explains the tensors."""
         lq, lk, lv, lp, _, lo = self.layouts()
-        tma_Q = load_tma(mQ, lq, (ROWS, padded(self.channels)))
+        tma_Q = load_tma(mQ, lq, (MMA_M, padded(self.channels)))
         tma_K = load_tma(mK, lk, (KEYS, self.key_width))
         tma_V = load_tma(mV, lv, (padded(self.channels), KEYS), (4, 3, 2, 1, 0))
         tma_O = store_tma(mO, lo, (16, padded(self.channels)))
         tma_pair = tma_Q
         if const_expr(self.streamed and not self.float32_pair):
-            tma_pair = load_tma(mPair, lp, (ROWS, KEYS), (2, 3, 1, 0))
+            tma_pair = load_tma(mPair, lp, (MMA_M, KEYS), (2, 3, 1, 0))
         args = ForwardArguments(
             mTerms, mEnds, mKeyBias, mRawPair, mPair, mQ, mK, mV, mO, mLSE, mReference, mPairReference, stride_b, stride_n,
             scale, interleave,
@@ -176,8 +177,8 @@ class Forward(Kernel):
         lq, lk, lv, lp, li, lo = self.layouts()
         new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
         if const_expr(self.float32_pair):
-            memory = smem.allocate_array(Float32, self.pair_tiles * ROWS * KEYS, byte_alignment=1024)
-            sPair = cute.make_tensor(memory, cute.make_layout((4, 128, 8, self.pair_tiles), stride=(1, 4, 512, ROWS * KEYS)))
+            memory = smem.allocate_array(Float32, self.pair_tiles * MMA_M * KEYS, byte_alignment=1024)
+            sPair = cute.make_tensor(memory, cute.make_layout((4, 128, 8, self.pair_tiles), stride=(1, 4, 512, MMA_M * KEYS)))
         else:
             sPair = new(lp)
         sK, sV, sQ = new(lk), new(lv), new(lq)
@@ -206,11 +207,7 @@ class Forward(Kernel):
         D, ST = padded(self.channels), self.stages
         B, N, H, LQ, _ = args.mQ.shape
         key_blocks = (args.mK.shape[3] + KEYS - 1) // KEYS
-        tid, _, _ = arch.thread_idx()
-        bid, _, _ = arch.block_idx()
-        blocks, _, _ = arch.grid_dim()
-        warp_idx = arch.make_warp_uniform(arch.warp_idx())
-        lane = arch.lane_idx()
+        bid, blocks, tid, warp_idx, lane = block_and_thread()
         shared, sTerms, rings, exchange = self.allocate()
         if tid == 0:
             rings.keys.initialize(consumers=HALVES * 4)
@@ -221,16 +218,16 @@ class Forward(Kernel):
             fill_identity(self, shared.sIdentity, args.scale, tid)
         arch.sync_threads()
         # ---- this block's share: units (panel, n) from first to last
-        panels = (LQ + HALVES * ROWS - 1) // (HALVES * ROWS)
+        panels = (LQ + HALVES * MMA_M - 1) // (HALVES * MMA_M)
         sizes = (blocks, B * H, panels, N, LQ)
         span = (panel_start(bid, *sizes), panel_start(bid + 1, *sizes))
-        copy_Q = TmaTiles.of(tma_Q, (ROWS, D), shared.sQ)
+        copy_Q = TmaTiles.of(tma_Q, (MMA_M, D), shared.sQ)
         copy_K = TmaTiles.of(tma_K, (KEYS, self.key_width), shared.sK)
         copy_V = TmaTiles.of(tma_V, (D, KEYS), shared.sV, (0, None, None, None, None))
         copy_O = TmaTiles.of(tma_O, (16, D), shared.sO)
         copy_pair = None
         if const_expr(self.streamed and not self.float32_pair):
-            copy_pair = TmaTiles.of(tma_pair, (ROWS, KEYS), shared.sPair, (None, None, None, None))
+            copy_pair = TmaTiles.of(tma_pair, (MMA_M, KEYS), shared.sPair, (None, None, None, None))
         if warp_idx >= CONSUMERS * 4:
             # ================= producers: one warp a stream
             arch.setmaxregister_decrease(32)
@@ -238,7 +235,7 @@ class Forward(Kernel):
             if const_expr(self.dependent):
                 arch.griddepcontrol_wait()
             if s < STREAMS:
-                pair_tiles = cute.make_tensor(shared.sPair.iterator, cute.make_layout((ROWS * KEYS, self.pair_tiles)))
+                pair_tiles = cute.make_tensor(shared.sPair.iterator, cute.make_layout((MMA_M * KEYS, self.pair_tiles)))
                 copies = ForwardCopies(copy_Q, copy_K, copy_V, copy_pair)
                 produce(self, s, args, span, sizes, key_blocks, exchange[0], pair_tiles, sTerms, rings.stream(s, ST), copies)
         else:

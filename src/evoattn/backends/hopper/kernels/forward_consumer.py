@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from evoattn.backends.hopper.kernels import forward_mma as mma
 from evoattn.backends.hopper.kernels.repair import WARP_QUERIES, repair_queries
-from evoattn.backends.hopper.lib.copies import load_panel
+from evoattn.backends.hopper.lib.copies import load_panel, store_accumulator
 from evoattn.backends.hopper.lib.primitives import (
     DEAD,
     LOWEST,
@@ -29,7 +29,7 @@ from evoattn.backends.hopper.lib.primitives import (
 )
 from evoattn.backends.hopper.lib.ring import Slot
 from evoattn.backends.hopper.lib.schedule import interleaved_row, panel_phase, panel_start, place, stretch
-from evoattn.backends.hopper.tiles import CHAIN, CONSUMERS, HALVES, KEYS, ROWS, SLICE, STREAMS, padded
+from evoattn.backends.hopper.tiles import CHAIN, CONSUMERS, HALVES, KEYS, MMA_M, SLICE, STREAMS, padded
 from evoattn.core.numerics import LOG2E
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
@@ -91,7 +91,7 @@ def consume(
         arch.sync_warp()
         if lane == 0:
             state[NEXT_UNIT] = unit + p1 - p0
-            state[QUERY_TILE] = (i * HALVES + half) * (ROWS // 16) + wg_warp
+            state[QUERY_TILE] = (i * HALVES + half) * (MMA_M // 16) + wg_warp
             state[HEAD] = h
             state[BATCH] = b
             if const_expr(variant.streamed):
@@ -100,30 +100,22 @@ def consume(
             if const_expr(variant.streamed):
                 arch.griddepcontrol_wait()
             if lane < WARP_QUERIES:
-                query = cutlass.min(((i * HALVES + half) * (ROWS // WARP_QUERIES) + wg_warp) * WARP_QUERIES + lane, LQ - 1)
+                query = cutlass.min(((i * HALVES + half) * (MMA_M // WARP_QUERIES) + wg_warp) * WARP_QUERIES + lane, LQ - 1)
                 sReference[lane, warp_idx] = broadcast_load(mPairReference, b, h, query)
         arch.sync_warp()
         if const_expr(variant.pair and variant.resident):
             arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
-            load_panel(args.mPair, tiles.sPair, b, h, i * HALVES * ROWS, HALVES * ROWS, blocks, tid, CONSUMERS * 128)
+            load_panel(args.mPair, tiles.sPair, b, h, i * HALVES * MMA_M, HALVES * MMA_M, blocks, tid, CONSUMERS * 128)
             arch.fence_proxy("async.shared", space="cta")
             arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
-        if (i * HALVES + half) * ROWS < LQ:
+        if (i * HALVES + half) * MMA_M < LQ:
             if count > 0:
                 mma.load_queries(variant, rings, copy, operands.tSrQ, stream, half, turn, query_phase)
                 query_phase ^= 1
                 mma.wait_keys(variant, rings, slot)
                 warpgroup.fence()
                 queries = mma.query_operand(variant, operands, stream, half, turn)
-                mma.scores(
-                    variant,
-                    queries,
-                    operands,
-                    row.acc_S0,
-                    0,
-                    mma.pair_tile(variant, 0, slot, half),
-                    rings.keys.index(slot.stage),
-                )
+                mma.scores(variant, queries, operands, row.acc_S0, 0, 0, slot, half, rings)
                 warpgroup.wait_group(0)
                 mma.release_registers(variant, rings, stream, lane)
             while count > 0:
@@ -137,18 +129,7 @@ def consume(
                 turn = (turn + 1) & 3
                 target = (tile, h, n, b, output)
                 repairs = store_row(
-                    variant,
-                    row,
-                    args,
-                    target,
-                    tiles.sO,
-                    copy_O,
-                    floor,
-                    repairs,
-                    count,
-                    state,
-                    sReference[None, warp_idx],
-                    thread,
+                    variant, row, args, target, tiles.sO, copy_O, floor, repairs, count, state, sReference, thread
                 )
         else:
             turn, slot, query_phase = skip_rows(variant, sWork, rings, thread, turn, slot, query_phase, count)
@@ -182,11 +163,11 @@ def fragments(variant, tiles, thread, inverse, excess):
     values = cute.local_tile(sV, (16 * variant.steps, KEYS), (0, 0, None))
     tOrV = mma_PV.make_fragment_B(thr_PV.partition_B(values))  # (., 1, step, stage)
     tSrTerms = mma_QK.make_fragment_B(thr_QK.partition_B(cute.make_tensor(sTerms, eights)))
-    acc_S0, acc_S1 = (mma_QK.make_fragment_C(mma_QK.partition_shape_C((ROWS, SLICE))) for _ in range(2))
-    acc_O = mma_PV.make_fragment_C(mma_PV.partition_shape_C((ROWS, 16 * variant.steps)))
-    tSrQ = mma_QK.make_fragment_A(mma_QK.partition_shape_A((ROWS, padded(variant.channels))))
+    acc_S0, acc_S1 = (mma_QK.make_fragment_C(mma_QK.partition_shape_C((MMA_M, SLICE))) for _ in range(2))
+    acc_O = mma_PV.make_fragment_C(mma_PV.partition_shape_C((MMA_M, 16 * variant.steps)))
+    tSrQ = mma_QK.make_fragment_A(mma_QK.partition_shape_A((MMA_M, padded(variant.channels))))
     tSsQ = mma_PI.make_fragment_A(thr_PI.partition_A(sQ))  # (., 1, step, tile)
-    tSrAlpha = mma_QK.make_fragment_A(mma_QK.partition_shape_A((ROWS, 16)))
+    tSrAlpha = mma_QK.make_fragment_A(mma_QK.partition_shape_A((MMA_M, 16)))
     tSrAlpha.fill(variant.dtype(0.0))
     coefficients(tSrAlpha, inverse, thread.t4, variant.dtype)
     pin_registers(tSrAlpha, thread.lane)
@@ -250,8 +231,7 @@ def row_keys(
             if left > 0:
                 mma.wait_keys(variant, row_rings, slot)
                 warpgroup.fence()
-                tile, stage = mma.pair_tile(variant, 0, slot, uniform_half), row_rings.keys.index(slot.stage)
-                mma.scores(variant, queries, operands, row.acc_S0, 0, tile, stage)
+                mma.scores(variant, queries, operands, row.acc_S0, 0, 0, slot, uniform_half, row_rings)
                 mma.softmax(variant, row, operands, c, row.acc_S1, 1, row_rings.keys.index(old_stage))
                 warpgroup.wait_group(0)
                 mma.release_keys(variant, row_rings, old_stage, lane)
@@ -261,15 +241,7 @@ def row_keys(
         if slices & 1 == 1 and slices > 1:  # a last block of one slice
             mma.wait_keys(variant, rings, slot)
             mma.softmax(variant, row, operands, c, row.acc_S1, 1, rings.keys.index(old_stage))
-            mma.scores(
-                variant,
-                queries,
-                operands,
-                row.acc_S1,
-                0,
-                mma.pair_tile(variant, slices >> 1, slot, uniform_half),
-                rings.keys.index(slot.stage),
-            )
+            mma.scores(variant, queries, operands, row.acc_S1, 0, slices >> 1, slot, uniform_half, rings)
             warpgroup.wait_group(0)
             mma.release_keys(variant, rings, old_stage, lane)
             tail = Int32(0)
@@ -281,9 +253,7 @@ def row_keys(
         mma.wait_keys(variant, rings, slot)
     warpgroup.fence()
     queries = mma.query_operand(variant, operands, stream, uniform_half, turn + 1)
-    mma.scores(
-        variant, queries, operands, row.acc_S0, 0, mma.pair_tile(variant, 0, slot, uniform_half), rings.keys.index(slot.stage)
-    )
+    mma.scores(variant, queries, operands, row.acc_S0, 0, 0, slot, uniform_half, rings)
     mma.softmax(variant, row, operands, c, row.acc_S1, tail, rings.keys.index(old_stage))
     warpgroup.wait_group(0)
     mma.release_keys(variant, rings, old_stage, lane)
@@ -330,7 +300,7 @@ def store_row(
 ):  # fmt: skip
     """Write a row's o, LSE and reference. Return `repairs`, set if `repair_rows` has to do one of its queries again.
 
-    The LSE of such a query is NaN if its reference was wrong, and +inf if biases may have swallowed its scores.
+    A query that overflowed has an LSE of NaN, and one whose scores a bias may have rounded away of +inf.
 
     Args:
         target: the tile of 16 queries, h, n, b, and the tile of `sO` from which o is copied.
@@ -339,22 +309,15 @@ def store_row(
         count: how many rows come after.
     """
     (_, _, acc_O, m, l), (tile, h, n, b, output), (_, _, _, _, lane, g, t4, *_) = row, target, thread
+    sReference = sReference[None, thread.warp_idx]
     mLSE, mReference = args.mLSE, args.mReference
     for x in range_constexpr(2):
         l[x] = arch.warp_reduction_sum(l[2 * x] + l[2 * x + 1], threads_in_group=4)
     arch.cp_async_bulk_wait_group(0, read=True)
     arch.sync_warp()
-    stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), variant.dtype)
     dead = (m[0] < floor, m[1] < floor)
     factors = [cutlass.select_(dead[x], Float32(0.0), arch.rcp_approx(l[x])) for x in range(2)]
-    for x in range_constexpr(variant.steps):
-        scaled = cute.make_rmem_tensor(8, Float32)
-        for y in range_constexpr(8):
-            scaled[y] = acc_O[8 * x + y] * factors[y // 2 % 2]
-        short = cute.make_rmem_tensor(8, variant.dtype)
-        short.store(scaled.load().to(variant.dtype))
-        target = cute.local_tile(sO[None, None, output], (1, 8), (lane % 16, 2 * x + lane // 16))
-        cute.copy(stmatrix, short, target[0, None])
+    store_accumulator(acc_O, factors, sO[None, None, output], lane, variant.dtype)
     arch.fence_proxy("async.shared", space="cta")
     arch.sync_warp()
     # The second stream repeats the last of an odd number of rows, to stay in step, and writes nothing.
@@ -397,7 +360,7 @@ def repair_rows(variant, args, block: Int32, sizes, thread):
         panel, p0, p1 = stretch(unit, last, N)
         phase = panel_phase(panel, *sizes)
         i, h, b = place(panel, panels, args.mQ.shape[2])
-        first_query = (i * HALVES + half) * ROWS + wg_warp * WARP_QUERIES
+        first_query = (i * HALVES + half) * MMA_M + wg_warp * WARP_QUERIES
         query = cutlass.min(first_query + arch.lane_idx() % WARP_QUERIES, LQ - 1)
         p = p0 + stream
         while p < p1:

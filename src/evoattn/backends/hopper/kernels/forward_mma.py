@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from evoattn.backends.hopper.lib.primitives import fma, multiply
 from evoattn.backends.hopper.lib.ring import Ring, Slot
-from evoattn.backends.hopper.tiles import CHAIN, HALVES, ROWS, SLICE
+from evoattn.backends.hopper.tiles import CHAIN, HALVES, MMA_M, SLICE
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 _LOW = -256.0  # a reference below, in units of log2, may be one of keys that a finite bias masks
@@ -132,11 +132,13 @@ def chain_steps(
 ):  # fmt: skip
     """Do blocks j, j + 1, ... of a row, up to CHAIN of those that are left; acc_S1 has scores of the block in `old_stage`.
 
+    It calls itself for the next block: recursion unrolls the blocks when the kernel is compiled.
+
     `output` is the stage of queries from which the o of the row before leaves. Returns the next slot of keys, and the stage
     of the block whose second half is still to be done.
     """
     warpgroup.fence()
-    scores(variant, queries, operands, row.acc_S1, 1, pair_tile(variant, j, slot, half), rings.keys.index(slot.stage))
+    scores(variant, queries, operands, row.acc_S1, 1, j, slot, half, rings)
     if const_expr(j > 0):
         warpgroup.wait_group(1)
         release_keys(variant, rings, old_stage, lane)
@@ -150,9 +152,7 @@ def chain_steps(
         if j + 1 < left:
             wait_keys(variant, rings, slot)
             warpgroup.fence()
-            scores(
-                variant, queries, operands, row.acc_S0, 0, pair_tile(variant, j + 1, slot, half), rings.keys.index(slot.stage)
-            )
+            scores(variant, queries, operands, row.acc_S0, 0, j + 1, slot, half, rings)
             warpgroup.wait_group(1)
             softmax(variant, row, operands, c, row.acc_S1, 1, rings.keys.index(old_stage))
             slot, old_stage = chain_steps(
@@ -165,12 +165,13 @@ def chain_steps(
     return slot, old_stage
 
 
-def scores(variant, queries, operands, acc_S, part, tile, stage):
-    """Issue S = Q K^T + key bias + pair bias for slice `part` of a stage: one wgmma group.
+def scores(variant, queries, operands, acc_S, part, j, slot, half, rings):
+    """Issue S = Q K^T + key bias + pair bias for slice `part` of block j, which lies in a slot of keys: one wgmma group.
 
     With a float32 pair bias the accumulators start from it.
     """
     _, _, tSrAlpha, tSrK, tSrTerms, tSrPair, tSrIdentity, _ = operands
+    tile, stage = pair_tile(variant, j, slot, half), rings.keys.index(slot.stage)
     if variant.float32_pair:
         for x in range(4):
             four = cute.make_tensor(acc_S.iterator + 4 * x, cute.make_layout(4))
@@ -205,7 +206,7 @@ def softmax(variant, row, operands, c, acc_S, part, stage, adds: Any = True):
             e[y] = value
             l[y % 4] = l[y % 4] + value
         tiled = multiply(variant.dtype, False, MN, 16 * variant.steps)
-        p = tiled.make_fragment_A(tiled.partition_shape_A((ROWS, 16)))
+        p = tiled.make_fragment_A(tiled.partition_shape_A((MMA_M, 16)))
         cute.make_tensor(p.iterator, cute.make_layout(8)).store(e.load().to(variant.dtype))
         tOrP.append(p)
     warpgroup.fence()

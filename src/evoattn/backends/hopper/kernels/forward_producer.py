@@ -19,7 +19,7 @@ from evoattn.backends.hopper.lib.copies import TmaTiles, bulk_load
 from evoattn.backends.hopper.lib.primitives import broadcast_index
 from evoattn.backends.hopper.lib.ring import Slot
 from evoattn.backends.hopper.lib.schedule import interleaved_row, panel_phase, place, stretch
-from evoattn.backends.hopper.tiles import HALVES, KEYS, ROWS, SLICE, STREAMS, padded
+from evoattn.backends.hopper.tiles import HALVES, KEYS, MMA_M, SLICE, STREAMS, padded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def produce(
             with arch.elect_one():
                 sWork[stream, turn, ROW] = n
                 sWork[stream, turn, SLICES] = slices
-                rings.queries.expect(free.stage, HALVES * ROWS * padded(variant.channels) * 2)
+                rings.queries.expect(free.stage, HALVES * MMA_M * padded(variant.channels) * 2)
             turn = (turn + 1) & 3
             for x in range_constexpr(HALVES):
                 tile = (i * HALVES + x, h, n, b)
@@ -93,7 +93,7 @@ def free_slot(variant, stream, turn, phase):
 
 def load_pair(variant, pair, j, i, h, b, slot, ring, sPair, copies):
     """Load the pair bias of a block of keys, once for both streams."""
-    ring.producer_acquire(slot, HALVES * ROWS * KEYS * (4 if variant.float32_pair else 2))
+    ring.producer_acquire(slot, HALVES * MMA_M * KEYS * (4 if variant.float32_pair else 2))
     for x in range(HALVES):
         if variant.float32_pair:
             with arch.elect_one():

@@ -1,12 +1,15 @@
 """The backward without a pair bias in one kernel: dq, dk, dv and each head's part of the gradient of the mask bias.
 
-Nothing is shared between rows n then, so a persistent block takes one (b, n, h) at a time and computes each score once, where
-`QueryGradients` and `KeyGradients` compute it twice. All queries of a row stay in shared memory: q, do, their statistics, dq in
-float32. Three warpgroups take 64 keys each and go through all tiles of 64 queries, on transposed scores as `KeyGradients`
-does; dS goes through shared memory into the product for dq.
+A persistent block owns one (b, n, h) at a time: without a pair bias, rows n share nothing. It loops over the tiles of keys,
+and over all tiles of queries. It writes each gradient once. Each score is computed once, where `QueryGradients` and
+`KeyGradients` compute it twice.
 
-The warpgroups begin at different tiles, and add to each tile's dq in turn, always in the same order: warpgroup s after s + 1,
-cyclically. Each begins with a third of the tiles of its own, where there are three, to which it is the first to add.
+All queries of a row stay in shared memory: q, dO, their statistics, and dq in float32. Three warpgroups take 64 keys each and
+go through all tiles of 64 queries, on transposed scores as in `KeyGradients`. dS goes through shared memory into the product
+for dq.
+
+The warpgroups begin at different tiles, and add to dq of each tile in turn, always in the same order: warpgroup s after s + 1,
+cyclically. Each begins with a third of the tiles, to which it is the first to add.
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ from cutlass.memory import SmemAllocator
 from evoattn.backends.hopper.kernels import fused_consumer as consumer
 from evoattn.backends.hopper.kernels.fused_producer import GROUPS, produce, produce_statistics
 from evoattn.backends.hopper.kernels.statistics import TILE
-from evoattn.backends.hopper.launch import Kernel, floats, key_ends, lines, sizes
+from evoattn.backends.hopper.launch import Kernel, float32_spec, key_ends_spec, lines_spec, sizes
 from evoattn.backends.hopper.lib.copies import TmaTiles, load_tma
-from evoattn.backends.hopper.lib.primitives import k_major, mn_major
+from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
-from evoattn.backends.hopper.tiles import QUERIES, ROWS, padded
+from evoattn.backends.hopper.tiles import MMA_M, QUERIES, padded
 
 
 class FusedArguments(
@@ -58,39 +61,22 @@ class FusedGradients(Kernel):
 
     def layouts(self):
         return (
-            k_major(self.dtype, ROWS, padded(self.channels), 3 * GROUPS),  # k twice and v, of each warpgroup
-            mn_major(self.dtype, padded(self.channels), ROWS, 3 * GROUPS),  # the same as right side of dS k
+            k_major(self.dtype, MMA_M, padded(self.channels), 3 * GROUPS),  # k twice and v, of each warpgroup
+            mn_major(self.dtype, padded(self.channels), MMA_M, 3 * GROUPS),  # the same as right side of dS k
             k_major(self.dtype, QUERIES, padded(self.channels), self.tiles),  # q, do
             mn_major(self.dtype, padded(self.channels), QUERIES, self.tiles),  # the same as right sides of dS^T q and P^T do
             k_major(self.dtype, 16, QUERIES, 2 * GROUPS * 4),  # dS^T, a warp's 16 keys, twice
-            mn_major(self.dtype, QUERIES, ROWS, 2 * GROUPS),  # the same as left side of dS k
+            mn_major(self.dtype, QUERIES, MMA_M, 2 * GROUPS),  # the same as left side of dS k
         )
 
     @cute.jit
     def __call__(
-        self,
-        mQ,
-        mK,
-        mV,
-        mO,
-        mdO,
-        mTerms,
-        mLSE,
-        mdLSE,
-        mdQ,
-        mdK,
-        mdV,
-        mdMask,
-        mEnds,
-        scale,
-        stride_b,
-        stride_n,
-        blocks,
+        self, mQ, mK, mV, mO, mdO, mTerms, mLSE, mdLSE, mdQ, mdK, mdV, mdMask, mEnds, scale, stride_b, stride_n, blocks,
         stream: cuda.CUstream,
-    ):
+    ):  # fmt: skip
         """Launch the kernel; `FusedArguments` explains the tensors."""
         lk, _, lq, _, _, _ = self.layouts()
-        tma_K, tma_V = (load_tma(x, lk, (ROWS, padded(self.channels))) for x in (mK, mV))
+        tma_K, tma_V = (load_tma(x, lk, (MMA_M, padded(self.channels))) for x in (mK, mV))
         tma_Q, tma_dO = (load_tma(x, lq, (QUERIES, padded(self.channels))) for x in (mQ, mdO))
         args = FusedArguments(mO, mdO, mK, mTerms, mLSE, mdLSE, mdQ, mdK, mdV, mdMask, mEnds, scale, stride_b, stride_n)
         self.kernel(tma_K, tma_V, tma_Q, tma_dO, args).launch(
@@ -124,11 +110,7 @@ class FusedGradients(Kernel):
         D = padded(self.channels)
         B, N, H, LQ, _ = args.mO.shape
         LK = args.mK.shape[3]
-        tid, _, _ = arch.thread_idx()
-        bid, _, _ = arch.block_idx()
-        blocks, _, _ = arch.grid_dim()
-        warp_idx = arch.make_warp_uniform(arch.warp_idx())
-        lane = arch.lane_idx()
+        bid, blocks, tid, warp_idx, lane = block_and_thread()
         shared, rings = self.allocate()
         if tid == 0:
             rings.queries.initialize(producers=2, consumers=GROUPS * 4)
@@ -141,12 +123,12 @@ class FusedGradients(Kernel):
         arch.sync_threads()
         inverse = Float32(1.0) / args.scale
         # ---- work: rows (b, n, h), one after the other
-        NK = (LK + ROWS - 1) // ROWS
+        NK = (LK + MMA_M - 1) // MMA_M
         NT = (LQ + QUERIES - 1) // QUERIES
         items = B * N * H
         thirds = (NT // 3, 2 * NT // 3, NT)  # of the tiles of queries: past the last of each
 
-        copy_K, copy_V = (TmaTiles.of(x, (ROWS, D), shared.sK) for x in (tma_K, tma_V))
+        copy_K, copy_V = (TmaTiles.of(x, (MMA_M, D), shared.sK) for x in (tma_K, tma_V))
         copy_Q, copy_dO = TmaTiles.of(tma_Q, (QUERIES, D), shared.sQ), TmaTiles.of(tma_dO, (QUERIES, D), shared.sdO)
         sizes = (N, H, NK, NT, LQ, thirds)
         if warp_idx >= GROUPS * 4:
@@ -165,8 +147,8 @@ class FusedGradients(Kernel):
     def arguments(self) -> tuple[Any, ...]:
         B, N, H, LQ, LK = sizes(5)
         lengths = (LQ, LK, LK, LQ, LQ, LQ, LK, LK)
-        q, k, v, o, do, dq, dk, dv = (lines(self.dtype, B, N, H, length, self.channels) for length in lengths)
-        key_bias, lse, dlse = lines(self.dtype, *sizes(2)), floats(B, N, H, LQ), floats(B, N, H, LQ)
-        dmask = floats(B, N, H, LK) if self.mask_gradient else None
-        ends = key_ends() if self.key_bias else None
+        q, k, v, o, do, dq, dk, dv = (lines_spec(self.dtype, B, N, H, length, self.channels) for length in lengths)
+        key_bias, lse, dlse = lines_spec(self.dtype, *sizes(2)), float32_spec(B, N, H, LQ), float32_spec(B, N, H, LQ)
+        dmask = float32_spec(B, N, H, LK) if self.mask_gradient else None
+        ends = key_ends_spec() if self.key_bias else None
         return q, k, v, o, do, key_bias, lse, dlse, dq, dk, dv, dmask, ends, Float32(0), Int32(0), Int32(0), Int32(0)

@@ -28,7 +28,7 @@ from evoattn.backends.hopper.kernels.fused_producer import GROUPS, live_key_tile
 from evoattn.backends.hopper.lib.primitives import narrow
 from evoattn.backends.hopper.lib.ring import Ring, Slot, release
 from evoattn.backends.hopper.lib.schedule import place
-from evoattn.backends.hopper.tiles import QUERIES, ROWS
+from evoattn.backends.hopper.tiles import MMA_M, QUERIES
 
 MN = OperandMajorMode.MN
 FIRST, LAST = 2, 4  # rounds of a row: flags beside a bit of the number of rounds
@@ -65,7 +65,7 @@ def dq_multiply(variant, accumulate: Any) -> Any:
 
 def dq_product(variant, acc_dQ, tdQrS, tdQrK, left, right):
     """Issue dQ = dS K of a tile of queries and this warpgroup's keys."""
-    for step in range(ROWS // 16):
+    for step in range(MMA_M // 16):
         op = dq_multiply(variant, step > 0)
         cute.gemm(op, acc_dQ, tdQrS[None, None, step, left], tdQrK[None, None, step, right], acc_dQ)
 
@@ -178,7 +178,7 @@ def consume(
                 buffer = arch.make_warp_uniform(3 * wg + (done & 1))
                 if const_expr(variant.key_bias):
                     bias_row = state[BATCH] * stride_b + state[ROW] * stride_n
-                    first_key = (round_idx * GROUPS + wg) * ROWS + wg_warp * 16 + g
+                    first_key = (round_idx * GROUPS + wg) * MMA_M + wg_warp * 16 + g
                     load_key_bias(variant, row.terms, args.mTerms, bias_row, first_key)
                 rings.keys.consumer_wait(Slot(2 * wg + (done & 1), done >> 1 & 1))
                 load_keys(variant, operands, row, (buffer, 3 * wg + 2), t4, inverse)
@@ -224,7 +224,7 @@ def consume(
                 rings.keys.consumer_release(2 * wg + (state[TILES_DONE] & 1), lane)
                 # ---- dk and dv go through what the next tile's dS will overwrite, and nobody reads any more
                 h, n, b = state[HEAD], state[ROW], state[BATCH]
-                first_key = (state[ROUND] * GROUPS + wg) * ROWS + wg_warp * 16
+                first_key = (state[ROUND] * GROUPS + wg) * MMA_M + wg_warp * 16
                 if const_expr(variant.mask_gradient):
                     store_mask_gradient(variant, mask_sums, mdMask[b, n, h, None], first_key + g, t4)
                 sdS_tile = shared.sdS[None, None, (2 * wg + (tile_count & 1)) * 4 + wg_warp]

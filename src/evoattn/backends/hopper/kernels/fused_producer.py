@@ -14,7 +14,7 @@ from evoattn.backends.hopper.kernels.statistics import NEVER, TILE, write_statis
 from evoattn.backends.hopper.lib.copies import clear_lines, clear_numbers
 from evoattn.backends.hopper.lib.ring import Slot, sleep_until
 from evoattn.backends.hopper.lib.schedule import place
-from evoattn.backends.hopper.tiles import QUERIES, ROWS, padded
+from evoattn.backends.hopper.tiles import MMA_M, QUERIES, padded
 from evoattn.core.numerics import LN2, LOG2E
 
 GROUPS = 3
@@ -33,7 +33,7 @@ def live_key_tiles(variant, n: Int32, b: Int32, args, tiles: Int32) -> Int32:
     """The tiles of 64 keys of a row up to the last key that is not masked, and at least one."""
     if const_expr(variant.key_bias):
         end = args.mEnds[b * args.stride_b + n * args.stride_n]
-        tiles = cutlass.min(cutlass.max((end + ROWS - 1) // ROWS, 1), tiles)
+        tiles = cutlass.min(cutlass.max((end + MMA_M - 1) // MMA_M, 1), tiles)
     return tiles
 
 
@@ -60,7 +60,7 @@ def produce(variant, bid: Int32, blocks: Int32, items: Int32, args, sizes, copie
                     ring.producer_acquire(Slot(x, done >> 1 & 1))
                     sleep_until(rings.values_empty + wg, (done & 1) ^ 1)
                     with arch.elect_one():
-                        ring.expect(x, 2 * ROWS * padded(variant.channels) * 2)
+                        ring.expect(x, 2 * MMA_M * padded(variant.channels) * 2)
                     copy_K.load((i, h, n, b), 3 * wg + x, ring, x)
                     copy_V.load((i, h, n, b), 3 * wg + 2, ring, x)
             if r == 0:
@@ -119,9 +119,9 @@ def produce_statistics(
             arch.sync_warp()
             ring.producer_commit(j, lane)
         for i in cutlass.range(live_key_tiles(variant, n, b, args, NK) + wg, NK, GROUPS, unroll=1):
-            clear_lines(mdK[b, n, h, None, None], i * ROWS, lane)
-            clear_lines(mdV[b, n, h, None, None], i * ROWS, lane)
+            clear_lines(mdK[b, n, h, None, None], i * MMA_M, lane)
+            clear_lines(mdV[b, n, h, None, None], i * MMA_M, lane)
             if const_expr(variant.mask_gradient):
-                clear_numbers(mdMask[b, n, h, None], i * ROWS, lane)
+                clear_numbers(mdMask[b, n, h, None], i * MMA_M, lane)
         item += blocks
         count += 1

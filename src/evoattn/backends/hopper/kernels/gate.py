@@ -1,6 +1,8 @@
 """The gate, in a pass over all channels: after the forward kernel, and before the kernels of the backward.
 
-The product with sigmoid(gate) in the forward kernel's last step takes longer (notes/gate.md): its warpgroups wait for the gate.
+A block owns some queries of one (b, n, h). It reads and writes each of their channels once, 16 bytes a thread, without a loop.
+The product with sigmoid(gate) in the last step of the forward kernel takes longer (notes/gate.md): its warpgroups wait for the
+gate.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import cuda.bindings.driver as cuda
 from cutlass import Float32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.launch import Kernel, floats, lines, sizes, strided
+from evoattn.backends.hopper.launch import Kernel, float32_spec, lines_spec, sizes, strided_spec
 from evoattn.backends.hopper.lib.primitives import sigmoid
 from evoattn.backends.hopper.lib.schedule import place
 from evoattn.core.numerics import LN2
@@ -71,7 +73,7 @@ class GateProduct(Kernel):
 
     def arguments(self) -> tuple[Any, ...]:
         shape = (*sizes(4), self.channels)
-        return lines(self.dtype, *shape), lines(self.dtype, *shape)
+        return lines_spec(self.dtype, *shape), lines_spec(self.dtype, *shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +125,7 @@ class GatePass(Kernel):
 
     def arguments(self) -> tuple[Any, ...]:
         queries = sizes(4)
-        o, do, gate, gated, dgate = (lines(self.dtype, *queries, self.channels) for _ in range(5))
-        dlse = strided(Float32, *queries) if self.dlse else None
-        passed = (gated, floats(*queries)) if self.passes else (None, None)
+        o, do, gate, gated, dgate = (lines_spec(self.dtype, *queries, self.channels) for _ in range(5))
+        dlse = strided_spec(Float32, *queries) if self.dlse else None
+        passed = (gated, float32_spec(*queries)) if self.passes else (None, None)
         return o, do, gate, dlse, *passed, dgate if self.gradient else None

@@ -19,7 +19,16 @@ from cutlass import BFloat16, Float32, Int32, Uint8, Uint32, const_expr, cute, r
 from cutlass.cute import arch
 from cutlass.memory import SmemAllocator
 
-from evoattn.backends.hopper.launch import Kernel, Stand, floats, key_ends, lines, live_rows, sizes, strided
+from evoattn.backends.hopper.launch import (
+    Kernel,
+    TensorSpec,
+    float32_spec,
+    key_ends_spec,
+    lines_spec,
+    live_rows_spec,
+    sizes,
+    strided_spec,
+)
 from evoattn.backends.hopper.lib.primitives import LOWEST_KEY, VETO, broadcast_load, finite, three_terms
 from evoattn.backends.hopper.tiles import KEYS, MOST_PANELS
 
@@ -42,8 +51,8 @@ class KeyBias(Kernel):
 
     dtype: Any  # cutlass type of the terms
     _: dataclasses.KW_ONLY
-    mask: bool  # whether they are given, and of which type the bias is
-    bias: Any
+    mask: bool  # whether there is a mask
+    bias: Any  # cutlass type of the mask bias, or None
     clears: bool = False  # whether it clears what a later kernel adds to, float32 [words, 4]
     # whether it also lists the rows that `mask` leaves to each panel of 64 keys, as `live_rows` reads them.
     lists: bool = False
@@ -57,12 +66,15 @@ class KeyBias(Kernel):
         return _THREADS_OF_LIST if self.lists else _THREADS
 
     def arguments(self) -> tuple[Any, ...]:
-        mask = strided(Uint8, *sizes(3)) if self.mask else None
-        bias = strided(self.bias, *sizes(3)) if self.bias is not None else None
-        key_bias = floats(*sizes(2)) if self.unrounded else None
-        cleared = Stand(Float32, (*sizes(1), 4), (4, 1), 16) if self.clears else None
-        order, starts = live_rows() if self.lists else (None, None)
-        return mask, bias, lines(self.dtype, *sizes(2)), key_ends(), key_bias, cleared, order, starts, Int32(0), Int32(0)
+        mask = strided_spec(Uint8, *sizes(3)) if self.mask else None
+        bias = strided_spec(self.bias, *sizes(3)) if self.bias is not None else None
+        key_bias = float32_spec(*sizes(2)) if self.unrounded else None
+        cleared = TensorSpec(Float32, (*sizes(1), 4), (4, 1), 16) if self.clears else None
+        order, starts = live_rows_spec() if self.lists else (None, None)
+        return (
+            mask, bias, lines_spec(self.dtype, *sizes(2)), key_ends_spec(), key_bias, cleared, order, starts, Int32(0),
+            Int32(0),
+        )  # fmt: skip
 
     @cute.jit
     def __call__(self, mMask, mBias, mTerms, mEnds, mKeyBias, mCleared, mOrder, mStarts, keys, n, stream: cuda.CUstream):
@@ -126,8 +138,8 @@ class KeyBias(Kernel):
             mStarts[b, panels], mStarts[b, panels + 1] = units, used_panels
         arch.sync_threads()
         for n in cutlass.range(tid, rows, self.threads):
-            at = arch.atomic_add(sCounts.iterator + mOrder[b, 1, n], Int32(1), sem="relaxed", scope="cta")
-            mOrder[b, 0, at] = n
+            rank = arch.atomic_add(sCounts.iterator + mOrder[b, 1, n], Int32(1), sem="relaxed", scope="cta")
+            mOrder[b, 0, rank] = n
 
     @cute.jit
     def live_panels(self, mMask: cute.Tensor, b: Int32, n: Int32, keys: Int32) -> Int32:

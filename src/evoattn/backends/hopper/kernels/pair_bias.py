@@ -1,4 +1,8 @@
-"""Kernels that write the pair bias for a main kernel: measured from each query's reference, and in tiles that stream."""
+"""Kernels that write the pair bias for a main kernel.
+
+A warp of `PairBias` owns a query, loops over its keys, and writes its pair bias, measured from its reference. A block of
+`PairBiasTiles` owns and writes a tile of 64 queries and 64 keys that streams.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,10 @@ import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.launch import Kernel, floats, lines, sizes, strided
+from evoattn.backends.hopper.launch import Kernel, float32_spec, lines_spec, sizes, strided_spec
 from evoattn.backends.hopper.lib.primitives import LOWEST, MASKED, SHALLOW
 from evoattn.backends.hopper.lib.schedule import place
-from evoattn.backends.hopper.tiles import KEYS, ROWS
+from evoattn.backends.hopper.tiles import KEYS, MMA_M
 from evoattn.core.numerics import NEAR
 
 _THREADS = 128
@@ -25,18 +29,18 @@ _LINES = _THREADS // 32  # queries of a block that measures a pair bias: a warp 
 class PairBias(Kernel):
     """pair_bias [b,h,q,k] of any strides -> the same, measured from the largest of each query if that is far from 0.
 
-    For a query that a pair bias of -1e9 masks this is what the row shift is for a padded row (`core.numerics`): beside such
-    numbers float32 scores would have no digits left. The largest is subtracted only if that is exact in dtype for all that lie
-    less than -LOWEST below it: if they are between half and twice the largest. From 2^15 on they always are; below, float32
-    scores have digits enough. A mask may switch off the largest itself, so that the others count. Rows of the result start on
-    16 bytes, and -inf becomes finite if dtype allows. reference [b,h,q] is what was subtracted.
+    Otherwise a pair bias of -1e9 at all keys of a query would round its scores away. The largest becomes the reference only if
+    its subtraction is exact in dtype for all biases less than -LOWEST below it, which holds if they are between half and twice
+    the largest. From 2^15 on they always are. Below, float32 scores have digits enough. A mask may switch off the largest key
+    itself, so the other keys count. Lines of the result start on 16 bytes, and -inf becomes finite if dtype allows. reference
+    [b,h,q] is what was subtracted.
     """
 
     dtype: Any  # cutlass type of the pair bias
     width: int  # elements that load at a time (1, or as many as 16 bytes hold)
     _: dataclasses.KW_ONLY
     # cutlass type of q, if it is not dtype. Beside float16 no bias lies below -65,504, where masked keys begin.
-    beside: Any = None
+    q_dtype: Any = None
     # whether what lies far below the largest is brought to LOWEST, which is as good as masked: `repair` does it in the
     # forward, and this for the backward.
     bounded: bool = False
@@ -47,8 +51,8 @@ class PairBias(Kernel):
         return 32 // self.width if self.width > 1 else 16
 
     def arguments(self) -> tuple[Any, ...]:
-        pair = lines(self.dtype, *sizes(4)) if self.width > 1 else strided(self.dtype, *sizes(4))
-        return pair, lines(self.dtype, *sizes(4)), floats(*sizes(3))
+        pair = lines_spec(self.dtype, *sizes(4)) if self.width > 1 else strided_spec(self.dtype, *sizes(4))
+        return pair, lines_spec(self.dtype, *sizes(4)), float32_spec(*sizes(3))
 
     @cute.jit
     def __call__(self, mPair: cute.Tensor, mOut: cute.Tensor, mReference: cute.Tensor, stream: cuda.CUstream):
@@ -130,7 +134,7 @@ class PairBias(Kernel):
     def _clean(self, value: Any, reference: Float32) -> Any:
         """A bias measured from the reference, and not too far below it; NaN stays."""
         x = value.to(Float32)
-        lowest = LOWEST if self.bounded else SHALLOW if (self.beside or self.dtype) is BFloat16 else -65504.0
+        lowest = LOWEST if self.bounded else SHALLOW if (self.q_dtype or self.dtype) is BFloat16 else -65504.0
         masked = Float32(-math.inf if self.dtype is Float16 else MASKED)
         near = x - reference
         near = Float32(cutlass.select_(near < lowest, Float32(lowest), near))
@@ -155,7 +159,7 @@ class PairBiasTiles(Kernel):
         return Float32 if self.float32 else self.dtype
 
     def arguments(self) -> tuple[Any, ...]:
-        return strided(self.dtype, *sizes(4)), lines(self.tile, *sizes(4), ROWS * KEYS), Float32(0)
+        return strided_spec(self.dtype, *sizes(4)), lines_spec(self.tile, *sizes(4), MMA_M * KEYS), Float32(0)
 
     @cute.jit
     def __call__(self, mPair: cute.Tensor, mOut: cute.Tensor, scale: Float32, stream: cuda.CUstream):

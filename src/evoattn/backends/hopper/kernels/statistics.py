@@ -1,4 +1,8 @@
-"""The statistics of each query for the backward kernels: terms of -LSE / scale, and of -delta."""
+"""The statistics of each query for the backward kernels: terms of -LSE / scale, and of -delta.
+
+A block of `Statistics` owns 64 queries of one (b, n, h), a thread each. A thread loops over the channels and writes the
+statistics of its query once.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,13 @@ import cuda.bindings.driver as cuda
 from cutlass import BFloat16, Float32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.launch import Kernel, floats, lines, sizes
+from evoattn.backends.hopper.launch import Kernel, float32_spec, lines_spec, sizes
 from evoattn.backends.hopper.lib.primitives import VETO, three_terms
 from evoattn.backends.hopper.lib.schedule import place
-from evoattn.backends.hopper.tiles import ROWS
+from evoattn.backends.hopper.tiles import MMA_M
 from evoattn.core.numerics import LN2, LOG2E
 
-TILE = 4 * ROWS
+TILE = 4 * MMA_M
 """Words of statistics of 64 queries (`write_statistics`)."""
 
 NEVER = -1e30
@@ -78,7 +82,7 @@ class Statistics(Kernel):
     def __call__(self, o, do, lse, dlse, stats, scale, stream: cuda.CUstream):
         B, N, H, words = stats.shape
         self.kernel(o, do, lse, dlse, stats, scale).launch(
-            grid=(B * N * H, words // TILE, 1), block=(ROWS, 1, 1), stream=stream
+            grid=(B * N * H, words // TILE, 1), block=(MMA_M, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -86,7 +90,7 @@ class Statistics(Kernel):
         tid, _, _ = arch.thread_idx()
         row, x, _ = arch.block_idx()
         h, n, b = place(row, o.shape[2], o.shape[1])
-        q = x * ROWS + tid
+        q = x * MMA_M + tid
         both = cute.make_rmem_tensor(2, Float32)  # -LSE and -delta
         both[0], both[1] = Float32(NEVER), Float32(0.0)
         if q < o.shape[3]:
@@ -108,5 +112,5 @@ class Statistics(Kernel):
 
     def arguments(self) -> tuple[Any, ...]:
         b, n, h, q, words = sizes(5)
-        o, do = (lines(self.dtype, b, n, h, q, self.channels) for _ in range(2))
-        return o, do, floats(b, n, h, q), floats(b, n, h, q), floats(b, n, h, words, align=16), Float32(0)
+        o, do = (lines_spec(self.dtype, b, n, h, q, self.channels) for _ in range(2))
+        return o, do, float32_spec(b, n, h, q), float32_spec(b, n, h, q), float32_spec(b, n, h, words, align=16), Float32(0)

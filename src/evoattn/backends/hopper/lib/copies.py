@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 from evoattn.backends.hopper.lib.primitives import broadcast_index, finite_two
 from evoattn.backends.hopper.lib.ring import Ring
-from evoattn.backends.hopper.tiles import KEYS, ROWS
+from evoattn.backends.hopper.tiles import KEYS, MMA_M
 
 _VECTOR = 8  # elements of 16 bytes
 _TILES = 4  # tiles of keys of a panel that load together
@@ -83,13 +83,13 @@ def load_panel(
     mPair: cute.Tensor, sPair: cute.Tensor, b: Int32, h: Int32, first: Int32, queries: cutlass.Constexpr, blocks: Int32,
     thread: Int32, threads: cutlass.Constexpr,
 ):  # fmt: skip
-    """Load pair [b|1,h|1,q,k] from query `first` on into tiles [ROWS, KEYS, blocks * queries / ROWS], zero past the end.
+    """Load pair [b|1,h|1,q,k] from query `first` on into tiles [MMA_M, KEYS, blocks * queries / MMA_M], zero past the end.
 
     All threads load 16 bytes at a time, once for all rows n. Keys are contiguous; each line of them starts on 16 bytes and has
     a multiple of 8.
     """
     b, h = broadcast_index(mPair, b, h)
-    dtype, halves, across = mPair.element_type, queries // ROWS, KEYS // _VECTOR
+    dtype, halves, across = mPair.element_type, queries // MMA_M, KEYS // _VECTOR
     vectors = queries * across // threads
     column = thread % across
     rows = [(thread + x * threads) // across for x in range(vectors)]
@@ -110,7 +110,7 @@ def load_panel(
                     for y in range_constexpr(4):
                         rPair[u][y] = finite_two(rPair[u][y])
                 row = rows[u % vectors]
-                target = cute.local_tile(sPair[None, None, j * halves + row // ROWS], (1, _VECTOR), (row % ROWS, column))
+                target = cute.local_tile(sPair[None, None, j * halves + row // MMA_M], (1, _VECTOR), (row % MMA_M, column))
                 cute.autovec_copy(cute.recast_tensor(rPair[u], dtype), target[0, None])
 
 
@@ -142,7 +142,7 @@ def clear_lines(mX: cute.Tensor, first: Int32, lane: Int32) -> None:
     vectors = cute.size(mX, mode=[1]) // 8
     zeros = cute.make_rmem_tensor(8, mX.element_type)
     zeros.fill(0.0)
-    for x in range_constexpr(ROWS * vectors // 32):
+    for x in range_constexpr(MMA_M * vectors // 32):
         line, part = (x * 32 + lane) // vectors, (x * 32 + lane) % vectors
         if first + line < mX.shape[0]:
             cute.autovec_copy(zeros, cute.local_tile(mX[first + line, None], (8,), (part,)))
@@ -151,6 +151,6 @@ def clear_lines(mX: cute.Tensor, first: Int32, lane: Int32) -> None:
 @cute.jit
 def clear_numbers(mX: cute.Tensor, first: Int32, lane: Int32) -> None:
     """Clear 64 numbers of a tensor [l], or as many as there are from `first` on, by a warp."""
-    for x in range_constexpr(ROWS // 32):
+    for x in range_constexpr(MMA_M // 32):
         if first + x * 32 + lane < mX.shape[0]:
             mX[first + x * 32 + lane] = Float32(0.0)

@@ -1,9 +1,11 @@
 """The rows n that `KeyGradients` does if there is a mask: those with a live key in a panel or beyond.
 
-`KeyBias` lists for each b its rows by their panels of 64 keys up to the last not masked, most first: order[b,0,n]; order[b,1,n]
-is how many panels row n has. The rows of a panel are the first of the list, and units (panel, row) lie in a line, as in
-`schedule`: starts [b, panels + 2] says where each panel of a head begins, where the head ends, and how many panels have a row.
-These come first; empty panels are not scheduled. What is not in the line has gradients of zero.
+`KeyBias` counts the panels of 64 keys of each row, up to the last key that is not masked: order[b,1,n]. It lists the rows of
+each b by that count, the largest first: order[b,0,rank]. So the rows of a panel are the first of the list.
+
+Units (panel, row) lie in a line, as in `schedule`. starts [b, panels + 2] says where each panel of a head begins, where the
+head ends, and how many panels have a row. Panels with a row come first, and empty panels are not scheduled. Units that are not
+in the line have gradients of zero.
 
 `variant` is the kernel. Without its `skips` each panel has all rows. `timed`: the time of a change to another panel counts.
 Loads bypass the first cache, which may hold what lay there before this kernel began.
@@ -19,7 +21,7 @@ from cutlass.cute import arch
 
 from evoattn.backends.hopper.lib.copies import clear_numbers
 from evoattn.backends.hopper.lib.schedule import CHANGE, change_of, first_row, place, share
-from evoattn.backends.hopper.tiles import ROWS
+from evoattn.backends.hopper.tiles import MMA_M
 
 
 def _load(x: Any, *coord: Any) -> Any:
@@ -61,8 +63,11 @@ def _head_time(variant, starts, b: Int32, NK: Int32, change: Int32) -> Int32:
 
 @cute.jit
 def next_panel(variant, time: Int32, end: Int32, change: Int32, live, sizes, lane: Int32):
-    """Of the panel that a block comes to at time `time`: its place i, h, b; the first of its rows, and past the last, that
-    the block does before `end`, which may be none; when its rows begin, and how many it has."""
+    """Return the panel that a block comes to at `time`.
+
+    Returns its place i, h and b; the ranks of the first of its rows that the block does before `end`, and past the last; the
+    time at which its rows begin; and how many rows it has. The block may do none of them.
+    """
     _, N, H, NK = sizes
     if const_expr(variant.skips):
         _, starts = live
@@ -127,10 +132,10 @@ def clear_skipped(variant, live, sizes, zeros: int, copies, mdMask: Any, first: 
                 n = arch.make_warp_uniform(arch.shuffle_sync(rows, x))
                 for h in cutlass.range(H, unroll=1):
                     for copy in key_copies:
-                        for w in range_constexpr(ROWS // 16):
-                            copy.store(zeros, (i * (ROWS // 16) + w, h, n, b))
+                        for w in range_constexpr(MMA_M // 16):
+                            copy.store(zeros, (i * (MMA_M // 16) + w, h, n, b))
                     if const_expr(mdMask is not None):
-                        clear_numbers(mdMask[b, n, h, None], i * ROWS, lane)
+                        clear_numbers(mdMask[b, n, h, None], i * MMA_M, lane)
             rank += 32 * step
     arch.cp_async_bulk_commit_group()
     arch.cp_async_bulk_wait_group(0)

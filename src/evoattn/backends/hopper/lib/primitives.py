@@ -22,7 +22,7 @@ LOWEST = -(2.0**14)
 a float32 score its digits."""
 
 LOWEST_KEY = 2 * LOWEST
-"""The same for key-wise biases, where a pair bias of -inf leaves a query only keys that such a bias masks."""
+"""The same for key biases, where a pair bias of -inf leaves a query only keys that such a bias masks."""
 
 DEAD = -(2.0**100)
 """In units of log2, for bfloat16: a query whose largest score lies below it attends to nothing. MASKED log2(e) does."""
@@ -65,6 +65,14 @@ def three_terms(x: Any, dtype: Any) -> tuple[Any, Any, Any]:
     return high, middle, (x - high.to(Float32) - middle.to(Float32)).to(dtype)
 
 
+def block_and_thread() -> tuple[Any, Any, Any, Any, Any]:
+    """The number of this block, how many there are, and the thread, warp and lane in the block."""
+    tid, _, _ = arch.thread_idx()
+    bid, _, _ = arch.block_idx()
+    blocks, _, _ = arch.grid_dim()
+    return bid, blocks, tid, arch.make_warp_uniform(arch.warp_idx()), arch.lane_idx()
+
+
 def broadcast_index(x: Any, b: Any, h: Any) -> tuple[Any, Any]:
     """The index into the first two axes of a tensor, which may have size 1 for all b, or all h."""
     return smaller(b, x.shape[0] - 1), smaller(h, x.shape[1] - 1)
@@ -82,7 +90,7 @@ def packed(fragment: Any) -> Any:
 
 
 def coefficients(to: Any, alpha: Any, t4: Any, dtype: Any) -> None:
-    """Fill 8 of an A fragment's 16 channels with the coefficients of a key-wise bias: alpha's own terms, see key_bias.py."""
+    """Fill 8 of an A fragment's 16 channels with the coefficients of a key bias: alpha's own terms, see key_bias.py."""
     a0, a1, a2 = three_terms(alpha, dtype)
     veto = dtype(0.0 if dtype is BFloat16 else VETO)
     to[0] = to[2] = select_(t4 == 2, a1, select_(t4 == 3, veto, a0))
@@ -144,7 +152,7 @@ def finite_two(x: Any) -> Any:
 
 
 def unseen(word: Any) -> Any:
-    """The same 32 bits, whose origin the compiler cannot see."""
+    """The same 32 bits, whose source the compiler cannot see."""
     return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word])
 
 

@@ -20,7 +20,7 @@ that two blocks reach first. So blocks of all panels read about the same rows at
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -28,7 +28,7 @@ from cutlass import max as larger
 from cutlass import min as smaller
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.tiles import FORWARD_QUERIES, ROWS
+from evoattn.backends.hopper.tiles import FORWARD_QUERIES, MMA_M
 
 CHANGE = 3
 """Rows in whose time a block of the backward changes to another panel: a pair bias is loaded, and its gradient is stored."""
@@ -86,7 +86,7 @@ def _weights(panels: Int32, n: Int32, lq: Int32):
 
     A last panel with at most 64 queries costs 6/8 of a full one.
     """
-    weight = Int32(cutlass.select_((lq - 1) % FORWARD_QUERIES < ROWS, Int32(6), Int32(8)))
+    weight = Int32(cutlass.select_((lq - 1) % FORWARD_QUERIES < MMA_M, Int32(6), Int32(8)))
     full_panels = 8 * n * (panels - 1)
     return weight, full_panels, full_panels + weight * n
 
@@ -130,13 +130,32 @@ def reached(time: Any, n: Any, change: Any) -> Any:
     return panel * n + larger(time - first_row(panel, n, change), 0)
 
 
-def panel_times(start: Any, n: Any, each: Any, block: Any, unit: Any) -> tuple[Any, ...]:
-    """The times for `nth_row`, of a panel whose `n` rows begin at `start`, and of the block that comes to it at `unit`.
+class PanelTimes(NamedTuple):
+    """The times that `nth_row` needs: of a panel, and of one of the blocks that work on it.
 
-    Up to three kinds of blocks work on a panel: one that came from the panel before, blocks that do nothing else, and one that
-    goes on to the next. Of the first it tells the phase, time modulo n, and how many of its rows lie past the turn of the phase
-    and before it; then how many blocks do nothing else, the rows of the last, the place of this block among all, and its phase.
+    Up to three kinds of blocks work on a panel: the first came from the panel before, the blocks between do nothing else, and
+    the last goes on to the next panel. Times count rows of a block, modulo the rows of the panel.
+
+    Args:
+        phase: of the first block, when it comes to the panel.
+        turned, straight: how many rows the first block does after its time has passed n, and before.
+        between: the number of blocks between.
+        last: the rows of the last block.
+        place: of this block among all of the panel.
+        start: the time of this block, when it comes to the panel.
     """
+
+    phase: Any
+    turned: Any
+    straight: Any
+    between: Any
+    last: Any
+    place: Any
+    start: Any
+
+
+def panel_times(start: Any, n: Any, each: Any, block: Any, unit: Any) -> PanelTimes:
+    """The times of a panel whose `n` rows begin at `start`, and of the block that comes to it at `unit`; blocks have `each`."""
     elapsed = start % each
     first_rows = smaller(n, each - elapsed)
     phase = elapsed % n
@@ -144,10 +163,10 @@ def panel_times(start: Any, n: Any, each: Any, block: Any, unit: Any) -> tuple[A
     full = (elapsed + n) // each
     last = (elapsed + n) % each * _one(full)
     first = start // each
-    return phase, turned, first_rows - turned, larger(full - 1, 0), last, block - first, (unit - block * each) % n
+    return PanelTimes(phase, turned, first_rows - turned, larger(full - 1, 0), last, block - first, (unit - block * each) % n)
 
 
-def nth_row(position: Any, n: Any, times: tuple[Any, ...]) -> Any:
+def nth_row(position: Any, n: Any, times: PanelTimes) -> Any:
     """The row at a position of a block's stretch: the number of rows of the panel that any block reaches sooner."""
     phase, turned, straight, between, last, place, start = times
     time = start + position
@@ -158,7 +177,7 @@ def nth_row(position: Any, n: Any, times: tuple[Any, ...]) -> Any:
     return sooner + _one(place) * (place - 1 + by_first)
 
 
-def uniform_row(position: Any, n: Any, times: tuple[Any, ...]) -> Any:
+def uniform_row(position: Any, n: Any, times: PanelTimes) -> Any:
     """`nth_row`, once: without the shuffle the compiler works it out anew for each copy that a warp starts."""
     return arch.make_warp_uniform(nth_row(position, n, times))
 

@@ -94,7 +94,8 @@ class Program:
             _heed_signals()
             if terminal is not None:
                 fcntl.ioctl(os.open(terminal, os.O_RDWR), termios.TIOCSCTTY, 0)
-            os.environ.update(PYTHONPATH=str(self.folder), TMPDIR=str(self.folder))
+            # A program that forks after torch has started threads of OpenMP would wait for them forever.
+            os.environ.update(PYTHONPATH=str(self.folder), TMPDIR=str(self.folder), OMP_NUM_THREADS="1")
             tempfile.tempdir = None  # as it is before a process asks for it
             sys.path.insert(0, str(self.folder))
             exec(prepare, {})

@@ -7,6 +7,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 __all__ = ["forked"]
 
 
@@ -21,6 +23,7 @@ def forked(work: Callable[[], object], **options: Any) -> subprocess.Popen[str]:
     def begin() -> None:
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # with it the pipe on which Popen waits for an exec
         sys.stdin, sys.stdout, sys.stderr = (open(number, mode) for number, mode in enumerate("rww"))  # noqa: SIM115
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork; torch's own DataLoader does the same
         try:
             work()
             status = 0

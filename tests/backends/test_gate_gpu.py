@@ -92,7 +92,7 @@ def test_gate_where_rows_are_left_out(case: Gated, monkeypatch: pytest.MonkeyPat
     """What a mask switches off, as where a call has many scores."""
     from evoattn.backends.hopper import tiles
 
-    monkeypatch.setattr(tiles, "_LEAST_SCORES_TO_SKIP", 0)
+    monkeypatch.setattr(tiles, "LEAST_SCORES_TO_SKIP", 0)
     assert case.wrong(hopper, "cuda") == []
 
 

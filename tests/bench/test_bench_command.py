@@ -39,9 +39,9 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "_COPIED", {"cpu": 1 << 20})
-    monkeypatch.setattr(ceilings, "_CACHED_NUMBERS", 1 << 10)
-    monkeypatch.setattr(ceilings, "_SIDE", {"cpu": 64})
+    monkeypatch.setattr(ceilings, "COPIED", {"cpu": 1 << 20})
+    monkeypatch.setattr(ceilings, "CACHED_NUMBERS", 1 << 10)
+    monkeypatch.setattr(ceilings, "SIDE", {"cpu": 64})
 
 
 def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

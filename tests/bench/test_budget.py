@@ -23,7 +23,7 @@ from .conftest import CPU, FakeClock, a_plan, measured, results, silent
 
 
 def test_the_budget_ends_the_run_and_says_so(fakes: dict[str, Contender], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "_LONGEST_SHARE", 1.0)
+    monkeypatch.setattr(budget, "LONGEST_SHARE", 1.0)
     plan = a_plan(workloads=(workload("tri16"), workload("tri17"), workload("tri18")), peers=("right",), budget_s=30.0)
     record = measured(plan, FakeClock(tick=1.0))
     assert record.finished == "out of time"
@@ -101,7 +101,7 @@ def test_a_call_too_long_for_any_budget_is_not_tried_again(
 
 
 def test_the_budget_leaves_out_what_compiles_for_too_long(fakes: dict[str, Contender], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(budget._COMPILES_S, "cpu", 500.0)
+    monkeypatch.setitem(budget.COMPILES_S, "cpu", 500.0)
     found = results(measured(a_plan(peers=("compiles", "right"), budget_s=900.0), FakeClock(tick=0.01)))
     assert found["compiles"].times, "the first one may take what the budget has"
     found = results(measured(a_plan(peers=("compiles", "right"), budget_s=400.0), FakeClock(tick=0.01)))
@@ -138,7 +138,7 @@ def test_a_peer_whose_first_call_does_not_end_is_ended(fakes: dict[str, Contende
 
     measured(a_plan(peers=("right",), rounds=2), WallClock())  # what is imported once takes its time here
     PEERS["tunes"] = Contender("tunes", "tunes", tunes)
-    monkeypatch.setattr(budget, "_LIMIT_SHARE", 0.05)
+    monkeypatch.setattr(budget, "LIMIT_SHARE", 0.05)
     before = signal.getsignal(signal.SIGALRM)
     workloads = (workload("tri16"), workload("tri17"))
     record = measured(a_plan(workloads=workloads, peers=("tunes", "right"), budget_s=50.0, rounds=2), WallClock())
@@ -197,8 +197,8 @@ def test_a_limit_leaves_nothing_behind(swallows: bool) -> None:
 def test_what_evoattn_compiles_is_not_its_peers_loss(
     fakes: dict[str, Contender], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget, "_FIRST_SHARE", 0.0)
-    monkeypatch.setitem(budget._COMPILES_S, "cpu", 500.0)
+    monkeypatch.setattr(budget, "FIRST_SHARE", 0.0)
+    monkeypatch.setitem(budget.COMPILES_S, "cpu", 500.0)
     plan = a_plan(workloads=(workload("tri16"), workload("tri17")), peers=("compiles",), budget_s=3000.0)
     found = measured(plan, clock).problems[0].result("compiles")
     assert found is not None and found.status == "ok", found

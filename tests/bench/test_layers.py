@@ -103,7 +103,7 @@ def test_a_joined_product_is_read_as_it_lies() -> None:
     """Else the peer under torch.compile would pay for copies that nobody needs."""
     layer = inputs_of(workload("layer16"), torch.float32, CPU)
     mha = layer.module.mha
-    parts = layers._one_product(layer.inputs["z"], [*mha.inputs, layer.module.linear])
+    parts = layers.one_product(layer.inputs["z"], [*mha.inputs, layer.module.linear])
     assert [part.shape[-1] for part in parts] == [128, 128, 128, 128, 4]
     assert all(part.stride(-2) % 8 == 0 and part.storage_offset() % 8 == 0 for part in parts)
 

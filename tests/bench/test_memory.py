@@ -29,7 +29,7 @@ def test_peak_memory_is_what_was_held() -> None:
 
 def test_peak_memory_of_dense_is_its_scores() -> None:
     inputs = attentions(embed(("MQIFVKTLTGKTITLEVEPS" * 3,), 0, torch.device("cpu")), torch.float32)[2]
-    size = dataclasses.replace(demo._QUICK, repeats=1, seconds=0.0)
+    size = dataclasses.replace(demo.QUICK, repeats=1, seconds=0.0)
     result = Result("dense")
     sweep.measure(PEERS["dense"], result, inputs, ("forward",), size, WallClock())
     peak = result.peak_bytes

@@ -225,7 +225,7 @@ def check(name: str, dtype: torch.dtype, case: Workload) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_cudnn_solves_the_problem_without_a_mask(dtype: torch.dtype, cudnn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_refuse", lambda reasons: None)  # of the CPU
+    monkeypatch.setattr(peers, "refuse", lambda reasons: None)  # of the CPU
     peer = PEERS["cudnn_unmasked"]
     assert peer.leaves_out == "mask" and not peer.biased
     inputs = attentions.without(inputs_of(TRIANGLE, dtype), "mask")

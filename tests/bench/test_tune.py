@@ -28,14 +28,14 @@ class ClockOfTiles(FakeClock):
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cost: Callable[[int], float], tick: float = 0.0) -> None:
         super().__init__(tick)
         self.budget, self.cost = 0, cost
-        plan = tiled._Blocks.plan
+        plan = tiled.Blocks.plan
 
-        def watched(blocks: tiled._Blocks) -> TiledPlan:
+        def watched(blocks: tiled.Blocks) -> TiledPlan:
             found = plan(blocks)
             self.budget = found.score_bytes
             return found
 
-        monkeypatch.setattr(tiled._Blocks, "plan", watched)
+        monkeypatch.setattr(tiled.Blocks, "plan", watched)
         monkeypatch.setattr(tiled.dense, "fits", lambda problem: False)  # which has no blocks
 
     def calls(self, call: Callable[[int], object], count: int) -> float:
@@ -77,7 +77,7 @@ def test_what_is_wrong_or_fails_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
     clock = ClockOfTiles(monkeypatch, lambda budget: budget / (1 << 22))
     right = tiled._forward
 
-    def broken(inputs: Inputs, outputs: Outputs, scale: float, blocks: tiled._Blocks) -> None:
+    def broken(inputs: Inputs, outputs: Outputs, scale: float, blocks: tiled.Blocks) -> None:
         right(inputs, outputs, scale, blocks)
         if blocks.config.score_bytes == 1 << 20:
             raise RuntimeError("too much shared memory")

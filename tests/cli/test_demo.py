@@ -122,7 +122,7 @@ def test_a_reader_of_the_demo_may_leave(family: Path, tmp_path: Path) -> None:
 
 
 def test_demo_has_an_alignment_of_its_own() -> None:
-    with demo._default_alignment(None) as path:
+    with demo.default_alignment(None) as path:
         alignment = demo.read_alignment(path)
     assert alignment.rows[0].startswith("MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG")
     assert len(alignment.rows) > 50
@@ -203,7 +203,7 @@ def test_the_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space left on device"):
-        demo._draw(grown(16, 32), torch.device("cpu"), picture)
+        demo.draw(grown(16, 32), torch.device("cpu"), picture)
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
     assert picture.read_text() == "the one from before"
 
@@ -253,7 +253,7 @@ def a_report(busy: str | None = None) -> None:
     shape = dataclasses.replace(workload("tri3"), name=NAMES[0])
     growth = [Measured(workload("tri4096"), "float32", None, results)]
     about = demo._about(Alignment("a.a3m", "query", ("MKV",)), ("MKV",), torch.device("cpu"), busy)
-    demo._print_report(about, [(Measured(shape, "float32", None, results), 1, [])], growth)
+    demo.print_report(about, [(Measured(shape, "float32", None, results), 1, [])], growth)
 
 
 def test_no_number_is_cut(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,20 +18,20 @@ from evoattn.core.problem import Problem
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_SECONDS", 600.0)  # a busy machine may take longer than a person wants to wait
+    monkeypatch.setattr(doctor, "SECONDS", 600.0)  # a busy machine may take longer than a person wants to wait
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
     for expected in ("versions", f"evoattn   {evoattn.__version__}", f"torch     {torch.__version__}", "devices", "backends"):
         assert expected in text
     for status in evoattn.backends():
         assert re.search(rf"^  {status.name} +(available|not available: .+)$", text, re.MULTILINE)
-    assert re.search(rf"^  tiled +cpu +float32 +{len(doctor._CASES)} held$", text, re.MULTILINE)
+    assert re.search(rf"^  tiled +cpu +float32 +{len(doctor.CASES)} held$", text, re.MULTILINE)
     assert text.endswith("the self-check held\n")
 
 
 def test_doctor_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_SECONDS", 600.0)
-    monkeypatch.setattr(doctor, "_CASES", doctor._CASES[:2])
+    monkeypatch.setattr(doctor, "SECONDS", 600.0)
+    monkeypatch.setattr(doctor, "CASES", doctor.CASES[:2])
     assert cli.main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is True
@@ -42,7 +42,7 @@ def test_doctor_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     held = {(check["backend"], check["dtype"]): check["held"] for check in report["checks"] if check["device"] == "cpu"}
     for backend in ("tiled", "reference"):
         for dtype in ("float32", "bfloat16", "float16", "float64"):
-            assert held[backend, dtype] == list(doctor._CASES)
+            assert held[backend, dtype] == list(doctor.CASES)
 
 
 _right_forward = tiled.plan_forward
@@ -70,8 +70,8 @@ def test_doctor_finds_a_broken_backend(
     broken: object, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiled, "plan_forward", broken)
-    monkeypatch.setattr(doctor, "_CASES", doctor._CASES[:2])
-    monkeypatch.setattr(doctor, "_SECONDS", 600.0)  # a busy machine may take longer than a person wants to wait
+    monkeypatch.setattr(doctor, "CASES", doctor.CASES[:2])
+    monkeypatch.setattr(doctor, "SECONDS", 600.0)  # a busy machine may take longer than a person wants to wait
     assert cli.main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert re.search(rf"^    FAILED  case mask_and_both_biases: .*{message}", text, re.MULTILINE)
@@ -92,19 +92,19 @@ def test_doctor_stops_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return ["takes no mask_bias"] if problem.mask_bias is not None else right(problem, config)
 
     monkeypatch.setattr(tiled, "unsupported", takes_no_mask_bias)
-    monkeypatch.setattr(doctor, "_SECONDS", 0.0)
+    monkeypatch.setattr(doctor, "SECONDS", 0.0)
     report = doctor.examine()
     assert report["ok"] is True
     for check in (check for check in report["checks"] if check["device"] == "cpu" and check["backend"] != "triton"):
         place = 1 if check["backend"] == "tiled" else 0
-        assert check["held"] == [doctor._CASES[place]], check
-        assert list(check["refused"]) == list(doctor._CASES[:place])
-        assert check["not_run"] == list(doctor._CASES[place + 1 :])
+        assert check["held"] == [doctor.CASES[place]], check
+        assert list(check["refused"]) == list(doctor.CASES[:place])
+        assert check["not_run"] == list(doctor.CASES[place + 1 :])
 
 
 def test_doctor_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(doctor, "_CASES", doctor._CASES[:1])
+    monkeypatch.setattr(doctor, "CASES", doctor.CASES[:1])
     assert cli.main(["doctor"]) == 0
     assert "the self-check held" in capsys.readouterr().out

@@ -41,11 +41,11 @@ def test_the_pair_representation_knows_how_far_apart_residues_are() -> None:
 def test_the_ending_node_runs_on_the_transposed_pair() -> None:
     """With the weights of the starting node, the ending node's q is that of the transposed pair representation."""
     embedding = embed(("MKVLA",), 0, torch.device("cpu"))
-    start = evoformer._triangle("same", embedding, embedding.z, torch.float32, 7)
-    end = evoformer._triangle("same", embedding, embedding.z.transpose(0, 1), torch.float32, 7)
+    start = evoformer.triangle("same", embedding, embedding.z, torch.float32, 7)
+    end = evoformer.triangle("same", embedding, embedding.z.transpose(0, 1), torch.float32, 7)
     torch.testing.assert_close(end.q, start.q.transpose(1, 2))
     ending = attentions(embedding, torch.float32)[3]
-    expected = evoformer._triangle("end", embedding, embedding.z.transpose(0, 1), torch.float32, embedding.seed + 4)
+    expected = evoformer.triangle("end", embedding, embedding.z.transpose(0, 1), torch.float32, embedding.seed + 4)
     assert torch.equal(ending.q, expected.q)
     assert end.pair_bias is not None and start.pair_bias is not None
     torch.testing.assert_close(end.pair_bias, start.pair_bias.transpose(-1, -2))

@@ -28,7 +28,7 @@ def test_sweep_stops_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     found = sweep.growth("MKV", size, 0, cpu, torch.float32, steps.append)
     assert timed(found, "dense") == [16]
     assert re.fullmatch(r"at L = 24: it would take about 0\.0 GiB; 0\.0 GiB are free", sweep.stops(found)["dense"])
-    monkeypatch.setitem(sweep._PATIENCE_S, "evoattn", 0.0)
+    monkeypatch.setitem(sweep.PATIENCE_S, "evoattn", 0.0)
     found = sweep.growth("MKV", size, 0, cpu, torch.float32, steps.append)
     assert timed(found, "evoattn") == [16]
     assert "s a pass" in sweep.stops(found)["evoattn"]
@@ -52,8 +52,8 @@ def test_measuring_writes_nothing_to_stderr(capfd: pytest.CaptureFixture[str]) -
 def test_errors_over_a_part_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where float64 has no room for all rows, both run on the same first rows, and their number is reported."""
     inputs = attentions(embed(("MKVLA", "M-VL-", "MKX--"), 0, torch.device("cpu")), torch.float32)[0]
-    monkeypatch.setattr(sweep, "_ORACLE_SCORES", 2 * 8 * 5 * 5)
-    ((problem, rows, beyond),) = sweep.four_attentions([inputs], demo._QUICK, lambda what: None)
+    monkeypatch.setattr(sweep, "ORACLE_SCORES", 2 * 8 * 5 * 5)
+    ((problem, rows, beyond),) = sweep.four_attentions([inputs], demo.QUICK, lambda what: None)
     assert (rows, beyond) == (2, [])
     for result in problem.results:
         assert {"o", "dq", "dk", "dv", "dpair_bias"} <= set(result.errors)

@@ -62,7 +62,7 @@ def test_what_fails_is_told_and_the_rest_is_kept(
     cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A folder that can no longer be made once it was checked: that stops root too."""
-    monkeypatch.setattr(warm, "_check_folders", lambda cards: None)
+    monkeypatch.setattr(warm, "check_folders", lambda cards: None)
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
     (cache / "file").write_text("")
     monkeypatch.setenv("EVOATTN_CACHE_DIR", str(cache / "file" / "evoattn"))
@@ -175,10 +175,10 @@ def test_tritons_folder_is_where_triton_writes(variable: str, tmp_path: pathlib.
     monkeypatch.setenv(variable, str(tmp_path))
     folder = tmp_path if variable == "TRITON_CACHE_DIR" else tmp_path / ".triton" / "cache"
     if variable == "HOME":  # Triton reads it when it is imported
-        command = [sys.executable, "-c", "from evoattn.cli import warm; print(warm._triton_folder())"]
+        command = [sys.executable, "-c", "from evoattn.cli import warm; print(warm.triton_folder())"]
         found = pathlib.Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
     else:
-        found = warm._triton_folder()
+        found = warm.triton_folder()
     assert found == folder
 
 
@@ -188,17 +188,17 @@ def test_a_missing_backend_is_told(
     from evoattn.backends import hopper, triton
 
     monkeypatch.setattr(hopper, "availability", lambda: "CuTe DSL is not installed: pip install '.[hopper]'")
-    warm._tell_missing(cards.cards_of("sm_90a")[0])
+    warm.tell_missing(cards.cards_of("sm_90a")[0])
     assert "evoattn warm: without hopper: CuTe DSL is not installed" in capsys.readouterr().err
-    warm._tell_missing(cards.cards_of("sm_80")[0])
+    warm.tell_missing(cards.cards_of("sm_80")[0])
     assert capsys.readouterr().err == ""
     with monkeypatch.context() as patch:
         patch.setattr("importlib.util.find_spec", lambda name: None if "async" in name else name)  # as with Triton 3.3
         with pytest.raises(warm.RefusedError, match=r"compiles no kernel ahead: pip install 'triton>=3\.6'"):
-            warm._tell_missing(cards.cards_of("sm_80")[0])
+            warm.tell_missing(cards.cards_of("sm_80")[0])
     monkeypatch.setattr(triton, "availability", lambda: "Triton is not installed: pip install triton")
     with pytest.raises(warm.RefusedError, match="Triton is not installed"):
-        warm._tell_missing(cards.cards_of("sm_80")[0])
+        warm.tell_missing(cards.cards_of("sm_80")[0])
 
 
 def test_further_cards_of_an_architecture_have_fewer_calls() -> None:
@@ -208,7 +208,7 @@ def test_further_cards_of_an_architecture_have_fewer_calls() -> None:
     def calls(lengths: tuple[int, ...], *of: Card) -> dict[Card, int]:
         wish = warm.Settings(("esmfold",), lengths, (torch.bfloat16,), False, of, 1)
         counted = dict.fromkeys(of, 0)
-        for chunk, card in warm._chunks(wish):
+        for chunk, card in warm.chunks(wish):
             counted[card] += len(chunk)
         return counted
 

@@ -48,7 +48,7 @@ def toy(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[typ
     yield model
     for name in ("toy_client", "toy_client.layers", "toy_client.model", "toy_client.triangle"):
         sys.modules.pop(name, None)
-    patching._active.clear()
+    patching.active.clear()
 
 
 @pytest.fixture

@@ -167,7 +167,7 @@ class Rollout(nn.Module):
 @pytest.mark.parametrize(("cyclic", "grad", "there"), [(False, False, False), (True, False, True), (False, True, True)])
 def test_the_mask_of_cyclic_chains(cyclic: bool, grad: bool, there: bool) -> None:
     """Each step of OpenFold-3 waits to see whether a chain is cyclic. Its features always have that mask."""
-    run = openfold3._rollout(Rollout.forward, Count())
+    run = openfold3.rollout(Rollout.forward, Count())
     batch = {"token_mask": torch.ones(1, 4), "cyclic_mask": torch.tensor([[False, False, cyclic, False]])}
     with torch.set_grad_enabled(grad):
         given, found, steps = run(Rollout(), batch=batch, steps=3)

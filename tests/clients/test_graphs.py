@@ -193,8 +193,8 @@ def test_attention_without_dropout_draws_nothing() -> None:
     of_a_gpu = torch.ops.aten._scaled_dot_product_flash_attention.default
     q = draw(1, 1, 1, 3, 4)
     assert torch.Tag.nondeterministic_seeded in of_a_gpu.tags
-    assert recorder._is_off(of_a_gpu, (q, q, q)) and recorder._is_off(of_a_gpu, (q, q, q, 0.0))
-    assert not recorder._is_off(of_a_gpu, (q, q, q, 0.5))
+    assert recorder.is_off(of_a_gpu, (q, q, q)) and recorder.is_off(of_a_gpu, (q, q, q, 0.0))
+    assert not recorder.is_off(of_a_gpu, (q, q, q, 0.5))
 
 
 def test_a_recorder_that_fails_once_is_not_asked_again(watched: Watched) -> None:

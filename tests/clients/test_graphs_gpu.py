@@ -217,7 +217,7 @@ def test_a_recording_goes_with_the_tensors_that_it_reads() -> None:
 
 
 def test_threads_with_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_kinds, "_GAIN", math.inf)  # a replay of one thread may wait for the other
+    monkeypatch.setattr(call_kinds, "GAIN", math.inf)  # a replay of one thread may wait for the other
     watched, failures = Watched(), []
 
     def work(seed: int) -> None:

@@ -56,7 +56,7 @@ def stepping(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setitem(sources(), "still", {"1.0": {}})
     yield module.Denoiser().eval()
     sys.modules.pop("stepping_client", None)
-    patching._active.clear()
+    patching.active.clear()
 
 
 def test_patch_records_if_it_is_asked_to(stepping: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_what_has_no_steps_and_what_has_moved(stepping: Any, monkeypatch: pytest
     original = type(stepping).forward
     with pytest.raises(evoattn.clients.UnknownRelease, match="stepping_client:Denoiser"):
         evoattn.patch("stepping", layers=False, graphs=True)
-    assert type(stepping).forward is original and not patching._active
+    assert type(stepping).forward is original and not patching.active
 
 
 def test_what_is_computed_does_not_depend_on_a_clock() -> None:
@@ -251,7 +251,7 @@ def test_only_the_transformer_of_tokens_is_recorded(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(graphs, "Recorder", Traced)
     count, original = Count(), Denoiser.original
-    forward = rf3._tokens(lambda self, a, s, z, beta: original(self, a, s), count)
+    forward = rf3.tokens(lambda self, a, s, z, beta: original(self, a, s), count)
     kind = type("Denoiser", (Denoiser,), {"forward": forward})
     module, z = kind(), draw(1)
     assert kind.forward._evoattn_steps is forward._evoattn_steps

@@ -128,7 +128,7 @@ def test_code_that_has_moved_is_refused_and_nothing_is_replaced(toy: Any, change
         monkeypatch.setattr(toy.layers, "dispatch", len)
     with pytest.raises(evoattn.clients.UnknownRelease, match=r"toy 1\.0 .* toy_client\.layers:dispatch; known are 0\.9, 1\.0"):
         evoattn.patch("toy")
-    assert toy.layers._attention is original and not patching._active
+    assert toy.layers._attention is original and not patching.active
     assert evoattn.patch().sites == ()
 
 

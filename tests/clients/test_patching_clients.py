@@ -118,8 +118,8 @@ def test_what_is_known_of_arguments_on_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
 def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those that are replayed as a CUDA graph, or that have many scores; fewer are many if a gradient may be wanted."""
     monkeypatch.setattr(shared, "is_float32_on_gpu", lambda given: True)
-    monkeypatch.setattr(boltz, "_projected", lambda *given: (1, 2, 3))
-    monkeypatch.setattr(boltz, "_attend", lambda *given: "ours")
+    monkeypatch.setattr(boltz, "projected", lambda *given: (1, 2, 3))
+    monkeypatch.setattr(boltz, "attend", lambda *given: "ours")
     monkeypatch.setattr(shared, "_FEW_IN_INFERENCE", 2 * 4 * 5 * 5 + 1)
     monkeypatch.setattr(shared, "_FEW_IN_TRAINING", 2 * 4 * 4 * 4 + 1)
     theirs, count = types.SimpleNamespace(proj_z=lambda z: z, num_heads=4), Count()
@@ -127,7 +127,7 @@ def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(whole: bool, mo
     def layer_of(original: Any, count: Count) -> Any:
         return lambda *given: "ours"
 
-    wrap = boltz._unless_host_bound(layer_of if whole else boltz._boltz2_attention, counted=not whole)
+    wrap = boltz.unless_host_bound(layer_of if whole else boltz.boltz2_attention, counted=not whole)
     forward = wrap(lambda *given: "theirs", count)
 
     def found(length: int) -> Any:
@@ -155,7 +155,7 @@ def test_float32_attention_with_pair_bias_of_few_residues_is_left_to_the_client(
     single, triangle = (types.SimpleNamespace(layer=x, is_block=False) for x in layers)
 
     def left(counterpart: Any, length: int) -> bool:
-        return bool(client_layers._slower_in_float32(counterpart, (length,)))
+        return bool(client_layers.slower_in_float32(counterpart, (length,)))
 
     assert [left(single, x) for x in (287, 288)] == [True, False] and not left(triangle, 5)
     with torch.no_grad():

@@ -139,4 +139,4 @@ def test_a_layer_that_has_moved_is_refused_and_nothing_is_replaced(toy: Any, mon
     monkeypatch.setitem(sources()["toy"]["1.0"], "toy_client.triangle:Triangle.forward", "another")
     with pytest.raises(evoattn.clients.UnknownRelease, match="has another toy_client.triangle:Triangle.forward"):
         evoattn.patch("toy")
-    assert toy.layers._attention is original and not patching._active
+    assert toy.layers._attention is original and not patching.active

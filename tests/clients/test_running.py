@@ -126,7 +126,7 @@ def test_a_terminal_tells_the_program_itself(program: Program) -> None:
 
 
 def test_a_signal_before_there_is_a_program_is_passed_on() -> None:
-    with run._Signals() as signals:
+    with run.Signals() as signals:
         os.kill(os.getpid(), signal.SIGUSR1)
         process = subprocess.Popen(["sleep", "30"])
         signals.go_to(process)
@@ -138,7 +138,7 @@ def test_handlers_are_put_back_and_ignored_signals_stay_ignored() -> None:
     found = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     try:
         before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        with run._Signals():
+        with run.Signals():
             assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
             assert signal.getsignal(signal.SIGUSR1) != before[signal.SIGUSR1]
             assert signal.getsignal(signal.SIGCHLD) == before[signal.SIGCHLD]
@@ -151,9 +151,9 @@ def test_evoattn_run_stops_with_the_program(monkeypatch: pytest.MonkeyPatch) -> 
     """Ctrl-Z reaches the program, then stops this process by the signal's default, and is handled again afterwards."""
     seen: list[object] = []
     program = types.SimpleNamespace(pid=os.getpid(), send_signal=lambda number: seen.append(("program", number)))
-    monkeypatch.setattr(run, "_in_foreground", lambda child: False)
+    monkeypatch.setattr(run, "in_foreground", lambda child: False)
     monkeypatch.setattr(run.os, "kill", lambda pid, number: seen.append((pid, number, signal.getsignal(number))))
-    with run._Signals() as signals:
+    with run.Signals() as signals:
         signals.go_to(program)  # type: ignore[arg-type]
         signals._handle(signal.SIGTSTP, None)
         assert seen == [("program", signal.SIGTSTP), (os.getpid(), signal.SIGTSTP, signal.SIG_DFL)]

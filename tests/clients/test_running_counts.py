@@ -118,7 +118,7 @@ def test_the_line_about_steps(tmp_path: pathlib.Path) -> None:
         tally.add("step", "boltz", "")
     for reason in ("among the first calls of their kind", "among the first calls of their kind", "not on a GPU"):
         tally.add("step", "boltz", reason)
-    line = run._summary(tmp_path, ("boltz",))
+    line = run.summary(tmp_path, ("boltz",))
     expected = "; 1,500 steps and blocks replayed as CUDA graphs and 2 not (2 among the first calls of their kind)"
     assert line.endswith(expected)
 

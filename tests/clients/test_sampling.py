@@ -89,15 +89,15 @@ def test_contacts_and_forced_templates_steer(pairs: int, forced: list[bool] | No
     if forced is not None:
         feats["template_force"] = torch.tensor([forced])
     steering = {"contact_guidance_update": contacts, "fk_steering": False, "physical_guidance_update": False}
-    assert sampling._steers(steering, feats) == (guided and contacts)
-    assert sampling._steers({**steering, "fk_steering": True}, feats)
-    assert sampling._steers({**steering, "physical_guidance_update": True}, feats)
+    assert sampling.steers(steering, feats) == (guided and contacts)
+    assert sampling.steers({**steering, "fk_steering": True}, feats)
+    assert sampling.steers({**steering, "physical_guidance_update": True}, feats)
 
 
 @pytest.mark.parametrize("steering", [None, {}, {"contact_guidance_update": True}])
 def test_what_is_not_known_is_left_to_the_client(steering: Any) -> None:
-    assert sampling._steers(steering, {"contact_pair_index": torch.zeros(1, 2, 0)})
-    assert sampling._steers({"contact_guidance_update": True, "fk_steering": False, "physical_guidance_update": False}, None)
+    assert sampling.steers(steering, {"contact_pair_index": torch.zeros(1, 2, 0)})
+    assert sampling.steers({"contact_guidance_update": True, "fk_steering": False, "physical_guidance_update": False}, None)
 
 
 PLAIN = {"fk_steering": False, "physical_guidance_update": False, "contact_guidance_update": True, "num_gd_steps": 20}

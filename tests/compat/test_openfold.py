@@ -201,7 +201,7 @@ def test_a_mask_without_empty_rows_costs_no_means(monkeypatch: pytest.MonkeyPatc
     torch.compiler.reset()
     compiled = torch.compile(openfold.attention, fullgraph=True, backend="aot_eager")
     expected = compiled(q, k, v, [some, pair])
-    monkeypatch.setattr(means._Means, "apply", unexpected)
+    monkeypatch.setattr(means.Means, "apply", unexpected)
     torch.testing.assert_close(openfold.attention(q, k, v, [some, pair]), expected)
     with pytest.raises(AssertionError, match="means were computed"):
         openfold.attention(q, k, v, [mask, pair])

@@ -78,7 +78,7 @@ def test_a_killed_writer_leaves_nothing_that_is_read_or_that_stays(tmp_path: pat
     (left,) = set(names(tmp_path)) - {"file"}
     cache.write(path, b"newer")
     assert names(tmp_path) == sorted((left, "file")), "its writer may still be at work"
-    long_ago = time.time() - 2 * cache._OLD
+    long_ago = time.time() - 2 * cache.OLD
     os.utime(tmp_path / left, (long_ago, long_ago))
     cache.write(path, b"newest")
     assert names(tmp_path) == ["file"]

@@ -48,13 +48,13 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(first_calls, "_SLOT", f"evoattn-test-{os.getpid()}-")
-    monkeypatch.setattr(first_calls, "_IDLE_S", 0.5)
-    monkeypatch.setattr(first_calls, "_helpers", first_calls._Helpers())
+    monkeypatch.setattr(first_calls, "SLOT", f"evoattn-test-{os.getpid()}-")
+    monkeypatch.setattr(first_calls, "IDLE_S", 0.5)
+    monkeypatch.setattr(first_calls, "helpers", first_calls.Helpers())
     new_process()
     yield tmp_path / "cache"
     new_process()
-    until(lambda: not first_calls._helpers.workers)
+    until(lambda: not first_calls.helpers.workers)
 
 
 def until(true: Callable[[], Any]) -> None:
@@ -87,18 +87,18 @@ class Hand:
 
 def slot() -> socket.socket | None:
     """A slot of the machine, taken; None if all are."""
-    worker = first_calls._helper()
+    worker = first_calls.helper()
     return None if worker is None else worker.sockets[0]
 
 
 def held_by_workers() -> list[str]:
     """The kernels that workers compile."""
-    return [name for name, future in first_calls._helpers.begun.items() if future.running()]
+    return [name for name, future in first_calls.helpers.begun.items() if future.running()]
 
 
 def waiting() -> list[str]:
     """The kernels that no worker has begun, and that one may begin."""
-    return [name for name, future in first_calls._helpers.begun.items() if not future.running() and not future.done()]
+    return [name for name, future in first_calls.helpers.begun.items() if not future.running() and not future.done()]
 
 
 @contextlib.contextmanager
@@ -137,7 +137,7 @@ def test_workers_write_what_this_process_reads(folder: pathlib.Path, monkeypatch
 
 def test_each_kernel_is_compiled_once(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, hand: type[Hand]) -> None:
     """The worker takes the last one first. This process takes the others, and waits for that one."""
-    monkeypatch.setattr(first_calls, "_MOST", 1)
+    monkeypatch.setattr(first_calls, "MOST", 1)
     here: list[str] = []
     build = launch.build
     monkeypatch.setattr(launch, "build", lambda kernel: here.append(kernel.name) or build(kernel))
@@ -210,7 +210,7 @@ def test_nobody_is_started_where_that_is_of_no_use(
             for file in kept(folder):
                 file.unlink()
     ahead.begin(kernels()[:1] if reason == "one kernel" else kernels())
-    assert not first_calls._helpers.workers and not waiting()
+    assert not first_calls.helpers.workers and not waiting()
 
 
 @pytest.mark.parametrize("empty", [True, False])
@@ -218,7 +218,7 @@ def test_workers_start_early_if_nothing_is_kept(empty: bool, folder: pathlib.Pat
     if not empty:
         ahead.compiled(kernels()[0])
     first_calls.prestart("hopper")
-    assert len(first_calls._helpers.workers) == (first_calls._MOST if empty else 0)
+    assert len(first_calls.helpers.workers) == (first_calls.MOST if empty else 0)
 
 
 def test_a_forked_process_has_workers_of_its_own(folder: pathlib.Path, hand: type[Hand]) -> None:
@@ -229,7 +229,7 @@ def test_a_forked_process_has_workers_of_its_own(folder: pathlib.Path, hand: typ
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: this process has threads, which is the point
         child = os.fork()
     if not child:
-        os._exit(len(first_calls._helpers.workers) + len(held_by_workers()))
+        os._exit(len(first_calls.helpers.workers) + len(held_by_workers()))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     hand.go.set()
 
@@ -288,7 +288,7 @@ def test_the_environment_says_how_many_at_most(
     if asked is not None:
         monkeypatch.setenv(first_calls.VARIABLE, asked)
     first_calls.prestart("hopper")
-    assert len(first_calls._helpers.workers) == workers
+    assert len(first_calls.helpers.workers) == workers
 
 
 def test_who_asks_has_workers_for_few_cores_too(
@@ -297,10 +297,10 @@ def test_who_asks_has_workers_for_few_cores_too(
     """But no more than there are cores for, of which four processes have two each here."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     first_calls.prestart("hopper")
-    assert not first_calls._helpers.workers
+    assert not first_calls.helpers.workers
     monkeypatch.setenv(first_calls.VARIABLE, "4")
     first_calls.prestart("hopper")
-    assert len(first_calls._helpers.workers) == 1
+    assert len(first_calls.helpers.workers) == 1
 
 
 def test_all_processes_of_a_machine_share_its_places(
@@ -312,7 +312,7 @@ def test_all_processes_of_a_machine_share_its_places(
         assert taken is not None
         request.addfinalizer(taken.close)
     first_calls.prestart("hopper")
-    assert len(first_calls._helpers.workers) == 1
+    assert len(first_calls.helpers.workers) == 1
 
 
 def test_processes_on_other_cores_have_other_places(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +324,7 @@ def test_processes_on_other_cores_have_other_places(folder: pathlib.Path, monkey
 
 def test_a_worker_has_its_place_until_it_ends(folder: pathlib.Path) -> None:
     """Not its caller, which may be killed while the worker compiles."""
-    worker = first_calls._helper()
+    worker = first_calls.helper()
     assert worker is not None
     assert worker.run(Task("os:getpid")).error is None
     worker.sockets[0].close()
@@ -345,7 +345,7 @@ def test_a_forked_process_holds_no_slot(folder: pathlib.Path, hand: type[Hand]) 
         os.close(end)
         os.read(over, 1)  # it lives longer than the workers
         os._exit(0)
-    until(lambda: not first_calls._helpers.workers)
+    until(lambda: not first_calls.helpers.workers)
     try:
         until(lambda: free_places() == 4)
     finally:
@@ -382,7 +382,7 @@ def test_nobody_waits_for_a_worker_that_is_still_starting(
     monkeypatch.setattr(first_calls, "PATIENCE_S", 0.0)
     ahead.begin(kernels())
     assert all(callable(ahead.compiled(kernel)) for kernel in kernels())
-    assert first_calls._helpers.useful and not hand.taken
+    assert first_calls.helpers.useful and not hand.taken
     started.set()
 
 

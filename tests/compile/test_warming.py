@@ -74,7 +74,7 @@ def test_a_launch_reads_what_was_kept_for_hopper(training: bool, cache: pathlib.
     assert {one.backend for one in kept} == {"hopper"}
     assert all(one.kernel.bytes > 10_000 for one in kept)
     assert {one.kernel.path for one in kept} == set((cache / "evoattn" / "hopper").iterdir())
-    monkeypatch.setattr(ahead, "_functions", {})
+    monkeypatch.setattr(ahead, "functions", {})
     monkeypatch.setattr(launch, "build", lambda kernel: pytest.fail(f"{kernel.name} is compiled"))
     loaded: list[str] = []
 
@@ -175,10 +175,10 @@ def test_the_cards_of_a_machine_know_what_their_plans_ask(monkeypatch: pytest.Mo
     a100, h200 = (dataclasses.replace(cards_of(arch)[0], shared_memory=0, cache_bytes=0) for arch in ("sm_80", "sm_90"))
     found = [a100, h200, h200]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
-    monkeypatch.setattr(devices, "_found", lambda device: found[device.index])
+    monkeypatch.setattr(devices, "found", lambda device: found[device.index])
     monkeypatch.setattr(of_triton, "_shared_memory", lambda device: 1000 + device.index)
     monkeypatch.setattr(of_triton, "_cache", lambda device: 2000)
-    monkeypatch.setattr(clusters, "_of_this_machine", lambda size, shared, device: 132 // size - 1)
+    monkeypatch.setattr(clusters, "of_this_machine", lambda size, shared, device: 132 // size - 1)
     here = local_cards()
     assert [(card.shared_memory, card.cache_bytes) for card in here] == [(1000, 2000), (1001, 2000), (1002, 2000)]
     assert here[0].clusters == () and here[1].clusters == (131, 65, 43, 32, 25, 21, 17, 15)

@@ -79,10 +79,10 @@ def test_clients_make_the_same_masks(other: Any) -> None:
     keep = torch.rand((*q.shape[:2], 1, 1, 9), generator=torch.Generator().manual_seed(1), dtype=torch.float64) > 0.4
     keep[:, 1] = False
     kernel = calls.kernel(None, Count())  # type: ignore[arg-type]
-    flash = openfold_client._flash(None, Count())
+    flash = openfold_client.flash(None, Count())
 
     def made() -> list[Tensor]:
-        return [calls._additive_mask(keep), kernel(q, q, q, None, keep), flash(q, q, q, keep[:, :, 0, 0])]
+        return [calls.additive_mask(keep), kernel(q, q, q, None, keep), flash(q, q, q, keep[:, :, 0, 0])]
 
     expected = made()
     other()
@@ -103,7 +103,7 @@ def test_windows_of_atoms_have_the_same_mask(monkeypatch: pytest.MonkeyPatch, ot
     layer = types.SimpleNamespace(to_q=heads, to_k=heads, to_v=heads, to_g=heads, to_b=lambda z: z[..., :2], ln_0=lambda z: z)
     vars(layer).update(to_a=lambda x: x, linear_output_project=lambda s: s, kq_norm=False)
     a = torch.ones(1, 40, 8, dtype=torch.float32)
-    forward = rf3._atoms(None, Count())
+    forward = rf3.atoms(None, Count())
     for prepare in (lambda: None, other):
         prepare()
         forward(layer, a, a[0], torch.ones(40, 40, 8, dtype=torch.float32))
@@ -184,8 +184,8 @@ def test_the_mask_for_kernels_is_float32(monkeypatch: pytest.MonkeyPatch, other:
         seen.append(arguments[3].dtype)
         return False
 
-    monkeypatch.setattr(means, "_has_kernels", lambda device: True)
-    monkeypatch.setattr(means, "_kernels_take", take)
+    monkeypatch.setattr(means, "has_kernels", lambda device: True)
+    monkeypatch.setattr(means, "kernels_take", take)
     other()
     of_cuequivariance(*leaves((1, 2, 4, 9, 8), (1, 2, 4, 11, 8), (1, 2, 4, 11, 8), (1, 1, 4, 9, 11)))
     assert set(seen) == {torch.float32}

@@ -132,7 +132,7 @@ def test_a_nan_cotangent_of_an_empty_query_goes_nowhere(backend: str) -> None:
 
 
 def test_the_interpreter_is_not_given_what_it_computes_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_backend, "_interprets", lambda: True)
+    monkeypatch.setattr(triton_backend, "interprets", lambda: True)
     problem = Problem("cpu", None, torch.float32, 1, 2, 2, 6, 6, 8, 8, pair_bias=torch.bfloat16)
     assert triton_backend.unsupported(problem, Config()) == ["Triton's interpreter computes bfloat16 wrongly"]
     assert triton_backend.unsupported(dataclasses.replace(problem, pair_bias=torch.float16), Config()) == []

@@ -50,7 +50,7 @@ else:
             return attend(function, q, *rest, **options)  # type: ignore[arg-type]
 
         monkeypatch.setattr(in_place, "attend", counted)
-        monkeypatch.setattr(means, "_has_kernels", lambda device: True)
+        monkeypatch.setattr(means, "has_kernels", lambda device: True)
         return taken
 
     def mask_of(kind: str, lead: tuple[int, ...], keys: int, rng: torch.Generator) -> Tensor:
@@ -99,7 +99,7 @@ else:
     def in_torch(call: Call, *arguments: object) -> list[Tensor]:
         """The same by torch."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(means, "_has_kernels", lambda device: False)
+            patch.setattr(means, "has_kernels", lambda device: False)
             return step(call, *arguments)  # type: ignore[arg-type]
 
     def compare(calls: list[int], call: Call, *arguments: object) -> list[Tensor]:

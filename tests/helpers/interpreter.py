@@ -82,7 +82,7 @@ def _replace_once() -> None:
 
 def patch() -> None:
     """Route operations on bfloat16 through float32, and make what comparisons find int1. Harmless when called again."""
-    backend._INTERPRETED = (*backend._INTERPRETED, torch.bfloat16)
+    backend.INTERPRETED = (*backend.INTERPRETED, torch.bfloat16)
     if getattr(InterpreterBuilder, "bfloat16_is_right", False):
         return
     dot, binary, unary = InterpreterBuilder.create_dot, InterpreterBuilder.binary_op, InterpreterBuilder.unary_op

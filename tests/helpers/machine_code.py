@@ -102,7 +102,7 @@ def _asking_ptxas() -> Iterator[list[str]]:
         return []
 
     with (
-        unittest.mock.patch.object(launch, "_OPTIONS", launch._OPTIONS + " --remark-filter=ptxas"),
+        unittest.mock.patch.object(launch, "OPTIONS", launch.OPTIONS + " --remark-filter=ptxas"),
         unittest.mock.patch.object(diagnostics, "collect_compiler_diagnostics", record),
     ):
         yield said

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from evoattn.nn import AttentionPairBias, distribute, replace
-from evoattn.nn.distribute import _KINDS
+from evoattn.nn.distribute import KINDS
 from evoattn.nn.known import LAYERS, KnownLayer
 from evoattn.nn.known_blocks import BLOCKS
 from tests.helpers import distributed
@@ -127,9 +127,9 @@ def stand_in() -> None:
 
     LAYERS[f"{__name__}.Track"] = KnownLayer(make, "", "", lambda ours, *given, **named: ours(*given, **named))
     of_pairs = f"{openfold3}.latent.base_blocks.PairBlock"
-    BLOCKS[f"{Pairs.__module__}.Pairs"], _KINDS[f"{Pairs.__module__}.Pairs"] = BLOCKS[of_pairs], _KINDS[of_pairs]
-    _KINDS[f"{__name__}.Block"] = _KINDS[f"{openfold3}.latent.pairformer.PairFormerBlock"]
-    _KINDS[f"{__name__}.Layer"] = _KINDS[f"{boltz}.layers.pairformer.PairformerLayer"]
+    BLOCKS[f"{Pairs.__module__}.Pairs"], KINDS[f"{Pairs.__module__}.Pairs"] = BLOCKS[of_pairs], KINDS[of_pairs]
+    KINDS[f"{__name__}.Block"] = KINDS[f"{openfold3}.latent.pairformer.PairFormerBlock"]
+    KINDS[f"{__name__}.Layer"] = KINDS[f"{boltz}.layers.pairformer.PairformerLayer"]
     dropout = types.ModuleType(f"{boltz}.layers.dropout")
     dropout.get_dropout_mask = get_dropout_mask  # type: ignore[attr-defined]
     sys.modules[dropout.__name__] = dropout
@@ -296,6 +296,6 @@ def test_dropout_of_what_several_processes_hold_is_refused() -> None:
     from evoattn.nn import sharded
 
     mesh = types.SimpleNamespace(size=lambda dimension: (2, 1)[dimension])
-    sharded._check_dropout(types.SimpleNamespace(placements=[Shard(1), Replicate()], device_mesh=mesh))
+    sharded.check_dropout(types.SimpleNamespace(placements=[Shard(1), Replicate()], device_mesh=mesh))
     with pytest.raises(ValueError, match="with dropout z must be split over all dimensions of its mesh"):
-        sharded._check_dropout(types.SimpleNamespace(placements=[Replicate(), Shard(0)], device_mesh=mesh))
+        sharded.check_dropout(types.SimpleNamespace(placements=[Replicate(), Shard(0)], device_mesh=mesh))

@@ -308,7 +308,7 @@ def test_a_block_in_float32_on_a_gpu_is_left_to_the_client(monkeypatch: pytest.M
     theirs, count = blocks()[0].eval(), Count()
     given = arguments(theirs)
     torch.testing.assert_close(patched_block(Pairs.forward, count)(theirs, *given), theirs(*given))
-    assert (count.replaced, dict(count.passed_on)) == (0, {layers._WIDE: 1})
+    assert (count.replaced, dict(count.passed_on)) == (0, {layers.WIDE: 1})
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -215,7 +215,7 @@ def test_float32_on_a_gpu_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(forward(theirs, z), theirs(z))
     monkeypatch.setattr(layers.Snapshot, "holds", None)  # a look at the modules takes the host long; no second call has one
     torch.testing.assert_close(forward(theirs, z=z), theirs(z))
-    assert (count.replaced, dict(count.passed_on)) == (0, {layers._WIDE: 2})
+    assert (count.replaced, dict(count.passed_on)) == (0, {layers.WIDE: 2})
 
 
 @pytest.mark.parametrize(("kind", "path"), [(Pair, "relu"), (Boltz, "silu"), (Gated, "swiglu.swish")])

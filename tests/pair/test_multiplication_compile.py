@@ -60,7 +60,7 @@ OTHERS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "channels", "dtype"), [*OF_MODELS, *OTHERS])
 def test_every_card_has_the_shared_memory(arch: str, channels: int, dtype: torch.dtype) -> None:
-    if channels > 128 and SHARED_LIMITS[arch] < steps._SHARED_MEMORY:
+    if channels > 128 and SHARED_LIMITS[arch] < steps.SHARED_MEMORY:
         pytest.skip("left to plain torch there")
     for kernel in compiled(arch, channels, dtype, 61):
         assert report(kernel).shared <= SHARED_LIMITS[arch], kernel.metadata.name

@@ -55,7 +55,7 @@ def test_which_calls_have_kernels() -> None:
                                  (128, torch.float64, False)):  # fmt: skip
         z = torch.empty(1, 4, 4, channels, device="cuda", dtype=dtype)
         given = weights(channels, channels, bias=False, dtype=dtype, device="cuda")
-        assert multiplication._OPERATOR.has_kernels(z, given) == has
+        assert multiplication.OPERATOR.has_kernels(z, given) == has
 
 
 def test_two_runs_and_a_graph_are_bit_equal() -> None:

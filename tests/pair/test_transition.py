@@ -183,14 +183,14 @@ def test_inference_takes_some_rows_at_a_time(masked: bool, monkeypatch: pytest.M
     given, (x, mask, _) = weights(6, 10, gated=True, bias=True), inputs((3, 5), 6)
     options, rows = Options(1e-5, residual=True), list[int]()
     right = call(x, mask if masked else None, given, options).detach()
-    dense = transition_call._dense
+    dense = transition_call.dense
 
     def watched(x: torch.Tensor, *rest: Any) -> torch.Tensor:
         rows.append(x.numel() // 6)
         return dense(x, *rest)
 
-    monkeypatch.setattr(transition_call, "_dense", watched)
-    monkeypatch.setattr(transition_call, "_CHUNK", 4)
+    monkeypatch.setattr(transition_call, "dense", watched)
+    monkeypatch.setattr(transition_call, "CHUNK", 4)
     with torch.no_grad():
         torch.testing.assert_close(call(x, mask if masked else None, given, options), right)
     assert rows == [4, 4, 4, 3]

@@ -52,7 +52,7 @@ def test_tf32_products_are_as_exact_as_torch(gated: bool, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_chunks_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "_CHUNK", 512)
+    monkeypatch.setattr(steps, "CHUNK", 512)
     given = weights(128, 512, gated=True, bias=True, dtype=dtype, device="cuda")
     x, mask, do = inputs((2, 1111), 128, dtype, "cuda")
     options = Options(1e-5, residual=True)
@@ -65,7 +65,7 @@ def test_which_calls_have_kernels() -> None:
                                  (128, torch.float64, False)):  # fmt: skip
         x = torch.empty(4, channels, device="cuda", dtype=dtype)
         given = weights(channels, channels, gated=True, bias=False, dtype=dtype, device="cuda")
-        assert transition._OPERATOR.has_kernels(x, given) == has
+        assert transition.OPERATOR.has_kernels(x, given) == has
 
 
 def test_two_runs_and_a_graph_are_bit_equal() -> None:

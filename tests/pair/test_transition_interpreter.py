@@ -56,7 +56,7 @@ else:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_chunks_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, launches: list[str]) -> None:
         """The last one is smaller."""
-        monkeypatch.setattr(steps, "_CHUNK", 64)
+        monkeypatch.setattr(steps, "CHUNK", 64)
         given = weights(16, 32, gated=True, bias=True, dtype=dtype)
         x, mask, do = inputs((150,), 16, dtype)
         options = Options(1e-5, residual=True)
@@ -100,7 +100,7 @@ else:
         """The gradient of x is the same bit for bit, and nothing is made for the weights."""
         (x, mask, given, options), do = problem()
         both = differentiated(call(x, mask, given, options), x, given, do)[1]
-        monkeypatch.setattr(steps, "_with_weights", None)
+        monkeypatch.setattr(steps, "with_weights", None)
         frozen: Any = [y.detach() for y in given]
         (alone,) = torch.autograd.grad(call(x, mask, Weights(*frozen), options), x, do)
         assert torch.equal(alone, both)

@@ -177,7 +177,7 @@ def on_card(card: Card, recorder: Recorder) -> Iterator[None]:
         (torch, "is_autocast_enabled", lambda kind="cuda": autocast("cuda" if kind == "meta" else kind)),
         (torch._C, "_len_torch_dispatch_stack", lambda: 0),
         *((guards, name, value) for name, value in _EAGER.items()),
-        (means, "_has_kernels", lambda device: True),
+        (means, "has_kernels", lambda device: True),
     ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(planned_for(card))

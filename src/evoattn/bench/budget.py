@@ -5,17 +5,17 @@ from __future__ import annotations
 from evoattn.bench.clock import Clock
 from evoattn.bench.contender import Contender
 
-_COMPILES_S = {"cpu": 30.0, "cuda": 4.0}
+COMPILES_S = {"cpu": 30.0, "cuda": 4.0}
 """Seconds that a peer which compiles is expected to take, until its first problem was measured."""
 
-_FIRST_SHARE = 0.2
+FIRST_SHARE = 0.2
 """Share of the budget that a peer's first compilation may take, even if its problem's share is smaller."""
 
-_LIMIT_SHARE = 0.5
+LIMIT_SHARE = 0.5
 """Share of the remaining budget after which a peer's first calls are ended."""
 
 LONGEST_CALL_S = 4.0
-_LONGEST_SHARE = 0.05
+LONGEST_SHARE = 0.05
 """A call that takes longer than this is not repeated: seconds, and a share of the problem's time."""
 
 _ROUNDS_SHARE = 0.25
@@ -47,7 +47,7 @@ class Budget:
         now = self.clock.now()
         share = (self._end - now) / self._problems
         self._problems -= 1
-        self.longest_s = min(LONGEST_CALL_S, share * _LONGEST_SHARE)
+        self.longest_s = min(LONGEST_CALL_S, share * LONGEST_SHARE)
         self._rounds_s = share * _ROUNDS_SHARE
         self._until = now + share
         return share > 0
@@ -63,7 +63,7 @@ class Budget:
 
     def first_calls(self) -> float | None:
         """Seconds that a peer's first calls, or the float64 truth, may take."""
-        return None if self._end is None else _LIMIT_SHARE * max(self._end - self.clock.now(), 0.0)
+        return None if self._end is None else LIMIT_SHARE * max(self._end - self.clock.now(), 0.0)
 
     def reason_to_skip(self, peer: Contender, device: str) -> str | None:
         """Return the reason not to begin with a peer on a type of device, or None if there is time."""
@@ -75,10 +75,10 @@ class Budget:
         limit, ended = self.first_calls(), self.ended_s.get(peer.name)
         if ended is not None and limit is not None and limit <= ended:
             return f"its first calls had not ended after {ended:.0f} s on another problem"
-        takes = self.compiled_s.get(peer.name, _COMPILES_S[device]) if peer.compiles else 0.0
+        takes = self.compiled_s.get(peer.name, COMPILES_S[device]) if peer.compiles else 0.0
         allowed = max(self._until - now, 0.0)
         if peer.compiles and peer.name not in self.compiled_s:
-            allowed = min(self._end - now, max(allowed, _FIRST_SHARE * self.seconds))
+            allowed = min(self._end - now, max(allowed, FIRST_SHARE * self.seconds))
         if takes > allowed:
             return f"compiles for about {takes:.0f} s, and this problem has {allowed:.0f} s of the budget left"
         return None

@@ -10,15 +10,15 @@ import torch
 from evoattn.bench.clock import Clock
 from evoattn.bench.record import Ceilings
 
-_COPIED = {"cpu": 256 << 20, "cuda": 1 << 30}
+COPIED = {"cpu": 256 << 20, "cuda": 1 << 30}
 """Bytes of the tensor that is copied: many times any cache."""
 
-_CACHED_NUMBERS = 1 << 18
+CACHED_NUMBERS = 1 << 18
 """A mebibyte of float32: exponentials on the CPU are taken within the second-level cache, as a tiled kernel takes them."""
 
 _PROGRAMS_A_PROCESSOR = 16
 _ROUNDS_OF_EXP2 = 4096
-_SIDE = {"cpu": 1024, "cuda": 8192}
+SIDE = {"cpu": 1024, "cuda": 8192}
 """Side of the matrices that are multiplied."""
 
 _BEST_OF = 3
@@ -32,7 +32,7 @@ def measure(device: torch.device, clock: Clock, dtypes: tuple[str, ...]) -> Ceil
         clock: measures it.
         dtypes: of the matrix products, by torch's names.
     """
-    on_cpu, side = device.type == "cpu", _SIDE[device.type]
+    on_cpu, side = device.type == "cpu", SIDE[device.type]
     copied, exp2 = _copy(device, clock), None
     products = {}
     for dtype in dtypes:
@@ -44,7 +44,7 @@ def measure(device: torch.device, clock: Clock, dtypes: tuple[str, ...]) -> Ceil
     except Exception as error:  # likewise
         how = f"exp2 not measured: {type(error).__name__}: {error}"[:200]
     tf32 = ", TF32 for float32" if not on_cpu and "float32" in dtypes else ""
-    how += f"; a copy of {_COPIED[device.type] >> 20} MiB; products of {side} x {side} matrices by torch{tf32}"
+    how += f"; a copy of {COPIED[device.type] >> 20} MiB; products of {side} x {side} matrices by torch{tf32}"
     return Ceilings(exp2, copied, how, products)
 
 
@@ -55,13 +55,13 @@ def _best(clock: Clock, call: Callable[[int], object], count: int = 1) -> float:
 
 
 def _copy(device: torch.device, clock: Clock) -> float:
-    source = torch.zeros(_COPIED[device.type], dtype=torch.uint8, device=device)
+    source = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _best(clock, lambda _: target.copy_(source), 3)
 
 
 def _product(device: torch.device, clock: Clock, dtype: torch.dtype) -> float:
-    side = _SIDE[device.type]
+    side = SIDE[device.type]
     x, y = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(x)
     precision = torch.get_float32_matmul_precision()
@@ -73,7 +73,7 @@ def _product(device: torch.device, clock: Clock, dtype: torch.dtype) -> float:
 
 
 def _cpu_exp2(clock: Clock) -> float:
-    x = torch.linspace(-4, 0, _CACHED_NUMBERS, dtype=torch.float32)
+    x = torch.linspace(-4, 0, CACHED_NUMBERS, dtype=torch.float32)
     out = torch.empty_like(x)
     return x.numel() / _best(clock, lambda _: torch.exp2(x, out=out), 200)
 

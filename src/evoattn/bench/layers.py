@@ -161,7 +161,7 @@ def _written(layer: Layer, attend: Attend, *, joined: bool = False) -> Tensor:
     module, mha = layer.module, layer.module.mha
     x, source, to_bias = _normed(module, layer.inputs)
     products = [*mha.inputs, to_bias] if joined and source is x and to_bias is not None else list(mha.inputs)
-    q, k, v, g, *biases = _one_product(x, products) if joined else [product(x) for product in products]
+    q, k, v, g, *biases = one_product(x, products) if joined else [product(x) for product in products]
     bias = biases[0] if biases else None if source is None or to_bias is None else to_bias(source)
     if bias is not None:
         bias = bias.movedim(-1, -3)
@@ -175,7 +175,7 @@ def _written(layer: Layer, attend: Attend, *, joined: bool = False) -> Tensor:
     return out.transpose(-2, -3) if layer.kind == "msa_column" else out
 
 
-def _one_product(x: Tensor, products: list[nn.Linear]) -> list[Tensor]:
+def one_product(x: Tensor, products: list[nn.Linear]) -> list[Tensor]:
     """Views of one product. Rows of zeros let each start on 16 bytes, without which attention would copy all of them."""
     widths = [product.out_features for product in products]
     gaps = [-width % _ALIGNED for width in widths]

@@ -91,7 +91,7 @@ def _heads_of_query(x: Tensor, q: Tensor) -> Tensor:
     return x if x.shape[3] == q.shape[3] else x.expand(-1, -1, -1, q.shape[3], -1).contiguous()
 
 
-def _refuse(reasons: list[tuple[bool, str]]) -> None:
+def refuse(reasons: list[tuple[bool, str]]) -> None:
     """Raise RefusesError with every reason that holds."""
     holding = [reason for holds, reason in reasons if holds]
     if holding:
@@ -213,7 +213,7 @@ def _deepspeed(inputs: Inputs) -> Prepared:
         (lq <= 16, "takes more than 16 queries"),
         (d > 64, "takes at most 64 channels a head"),
     ]
-    _refuse(reasons)
+    refuse(reasons)
     key_bias = _finite_key_bias(inputs)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Any:
@@ -230,7 +230,7 @@ def _openfold3(inputs: Inputs) -> Prepared:
     if TritonEvoformer is None:
         raise ModuleNotFoundError("OpenFold-3's kernel needs Triton", name="triton")
     b, n, lq, h, _ = inputs.q.shape
-    _refuse([(inputs.k.shape[2] != lq, "takes as many keys as queries")])
+    refuse([(inputs.k.shape[2] != lq, "takes as many keys as queries")])
     mask_bias = _finite_key_bias(inputs)
     key_bias = inputs.q.new_zeros(b, n, 1, 1, lq) if mask_bias is None else mask_bias
     zeros = inputs.q.new_zeros(b, 1, h, lq, lq) if inputs.pair_bias is None else None
@@ -253,7 +253,7 @@ def _cudnn(inputs: Inputs) -> Prepared:
         (pair_bias is None, "is measured for its bias gradient, and there is no pair bias"),
         (inputs.q.shape[0] != 1, "shares one pair bias among all rows, and here are several"),
     ]
-    _refuse(reasons)
+    refuse(reasons)
     assert pair_bias is not None
     to_library, from_library = _rows_viewed(inputs)
     tensors = (*map(to_library, (inputs.q, inputs.k, inputs.v)), pair_bias[:, 0])
@@ -268,7 +268,7 @@ def _turbopairformer(inputs: Inputs) -> Prepared:
     key_bias = None if mask_bias is None else mask_bias.float()
     q, k, v = map(_heads_inside, (inputs.q, inputs.k, inputs.v))
     supported, reason = is_triangle_attention_supported(q, k, v, key_bias, inputs.pair_bias)
-    _refuse([(not supported, reason)])
+    refuse([(not supported, reason)])
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
         return turbo_attention(q, k, v, res_mask=key_bias, pair_bias=pair_bias).transpose(2, 3)  # type: ignore[no-any-return]

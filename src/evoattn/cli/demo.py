@@ -59,7 +59,7 @@ _LENGTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _SHORTEST = {"cpu": 128, "cuda": 64}
 """The shortest usual length. Below it, dense PyTorch is as fast on a CPU, and its scores take a few MB."""
 
-_QUICK = Size(sequences=32, columns=64, lengths=(32, 48, 64, 96), repeats=5, seconds=0.4, patience=10.0)
+QUICK = Size(sequences=32, columns=64, lengths=(32, 48, 64, 96), repeats=5, seconds=0.4, patience=10.0)
 _USUAL = {"cpu": (128, 256, 384), "cuda": (512, 384, 1024)}
 """Sequences, columns and the longest length: on the CPU a crop of AlphaFold's initial training at the most, on the GPU one of
 its fine-tuning."""
@@ -67,9 +67,9 @@ its fine-tuning."""
 
 def _size(device: torch.device, quick: bool, max_length: int | None) -> Size:
     sequences, columns, longest = _USUAL[device.type]
-    known = _QUICK.lengths if quick else tuple(length for length in _LENGTHS if length >= _SHORTEST[device.type])
+    known = QUICK.lengths if quick else tuple(length for length in _LENGTHS if length >= _SHORTEST[device.type])
     usual = Size(sequences, columns, tuple(x for x in known if x <= longest), repeats=9, seconds=1.0, patience=35.0)
-    size = _QUICK if quick else usual
+    size = QUICK if quick else usual
     if max_length is None:
         return size
     lengths = (*(length for length in known if length < max_length), max_length)
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = check_output(arguments.output, "--output", ".png")
     device = pick(arguments.device)
     dtype = DTYPES[arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
-    with _default_alignment(arguments.alignment) as path:
+    with default_alignment(arguments.alignment) as path:
         alignment = read_alignment(path)
     size = _size(device, arguments.quick, arguments.max_length)
     busy = _busy() if device.type == "cpu" else None
@@ -128,16 +128,16 @@ def run(arguments: argparse.Namespace) -> int:
     with progress(2 * (4 + len(size.lengths)) + 4) as step:
         measured = sweep.four_attentions(attentions(embed(rows, arguments.seed, device), dtype), size, step)
         growth = sweep.growth(alignment.rows[0], size, arguments.seed, device, dtype, step)
-    unwritten = try_to_write("--output", output, lambda: _draw(growth, device, output))
+    unwritten = try_to_write("--output", output, lambda: draw(growth, device, output))
     lines = _about(alignment, rows, device, busy)
-    _print_report(lines, measured, growth)
+    print_report(lines, measured, growth)
     if unwritten:
         raise unwritten
     print(f"\npicture    {os.fspath(output)}")
     return 1 if any(beyond for _, _, beyond in measured) else 0
 
 
-def _draw(growth: list[Problem], device: torch.device, output: Path) -> None:
+def draw(growth: list[Problem], device: torch.device, output: Path) -> None:
     """Draw and write the PNG."""
     sizes = f"{TRIANGLE_HEADS} heads x {CHANNELS} channels, {growth[0].dtype}"
     notes = [f"{name} was not run {why}" for name, why in sweep.stops(growth).items()]
@@ -159,7 +159,7 @@ def _busy() -> str | None:
 
 
 @contextlib.contextmanager
-def _default_alignment(path: Path | None) -> Iterator[Path]:
+def default_alignment(path: Path | None) -> Iterator[Path]:
     """The file given, else the one that ships in the installed package, else the one of the source tree."""
     if path is not None:
         yield path
@@ -191,7 +191,7 @@ def _about(alignment: Alignment, rows: tuple[str, ...], device: torch.device, bu
     ]
 
 
-def _print_report(about: list[str], attentions: list[tuple[Problem, int, list[str]]], growth: list[Problem]) -> None:
+def print_report(about: list[str], attentions: list[tuple[Problem, int, list[str]]], growth: list[Problem]) -> None:
     backends = sorted({problem.results[0].backends(", backward ") for problem, _, _ in attentions})
     print("\n".join([*about, f"backend    {'; '.join(backends)}"]))
     print(f"\nThe four attentions of an Evoformer block, {attentions[0][0].dtype}\n")

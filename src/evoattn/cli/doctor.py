@@ -21,7 +21,7 @@ from evoattn.testing.judging import refusals
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-_CASES = (
+CASES = (
     "mask_and_both_biases",
     "rows_without_keys",
     "length_192_mask",
@@ -40,7 +40,7 @@ _CASES = (
 )
 """Names in `evoattn.testing.AWKWARD`, the most telling first: a slow backend may not reach the last."""
 
-_SECONDS = 8.0
+SECONDS = 8.0
 """Seconds of all checks, the oracle included."""
 
 _ABOUT = """\
@@ -149,8 +149,8 @@ def _self_check(available: list[str]) -> list[Check]:
         for device in machine.devices()
         for dtype in _DTYPES
     ]
-    end = time.perf_counter() + _SECONDS
-    for name in _CASES:
+    end = time.perf_counter() + SECONDS
+    for name in CASES:
         for check, device, dtype in grid:
             if (check.held or check.failed) and time.perf_counter() > end:
                 check.not_run.append(name)

@@ -78,16 +78,16 @@ def attentions(embedding: Embedding, dtype: torch.dtype) -> list[Inputs]:
         _inputs("MSA row + pair bias", m, z, embedding.residue, MSA_HEADS, dtype, embedding.seed + 1),
         _inputs("MSA column", m.transpose(0, 1), None, embedding.residue.T, MSA_HEADS, dtype, embedding.seed + 2),
         triangle_start(embedding, dtype),
-        _triangle("triangle, end node", embedding, z.transpose(0, 1), dtype, embedding.seed + 4),
+        triangle("triangle, end node", embedding, z.transpose(0, 1), dtype, embedding.seed + 4),
     ]
 
 
 def triangle_start(embedding: Embedding, dtype: torch.dtype) -> Inputs:
     """Triangle attention around the starting node: row n is residue i, and j attends over k."""
-    return _triangle("triangle, start node", embedding, embedding.z, dtype, embedding.seed + 3)
+    return triangle("triangle, start node", embedding, embedding.z, dtype, embedding.seed + 3)
 
 
-def _triangle(name: str, embedding: Embedding, z: Tensor, dtype: torch.dtype, seed: int) -> Inputs:
+def triangle(name: str, embedding: Embedding, z: Tensor, dtype: torch.dtype, seed: int) -> Inputs:
     mask = embedding.known.expand(z.shape[:2])
     return _inputs(name, z, z, mask, TRIANGLE_HEADS, dtype, seed)
 

@@ -90,14 +90,14 @@ def run(arguments: argparse.Namespace) -> int:
             check_files(program_client)
         except UnknownRelease as error:
             raise RefusedError(str(error)) from error
-    with _Signals() as signals, contextlib.ExitStack() as at_end:
+    with Signals() as signals, contextlib.ExitStack() as at_end:
         folder, why = _folder(at_end)
         paths = [str(running.STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
         more = {"layers": arguments.layers, "graphs": arguments.graphs}
         told = running.instructions(folder, running.modules(names, **more), **more)
         environment = {**os.environ, running.VARIABLE: told, "PYTHONPATH": os.pathsep.join(paths)}
         status = _wait(command, environment, signals)
-        line = f"calls were not counted: {why}" if folder is None else _summary(folder, names)
+        line = f"calls were not counted: {why}" if folder is None else summary(folder, names)
         print(f"evoattn run: {line}", file=sys.stderr, flush=True)
     return status if status >= 0 else _die_of(-status)
 
@@ -144,7 +144,7 @@ def _python_of(path: str) -> str | None:
     return words[0] if words and os.path.basename(words[0]).startswith("python") else None
 
 
-class _Signals:
+class Signals:
     """Signals for this process while the program runs: each is passed on to the program.
 
     The terminal's own signals reach the program too if both are in its foreground group. They are not sent twice then.
@@ -155,7 +155,7 @@ class _Signals:
         self._early: list[int] = []
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> Signals:
         excluded = {getattr(signal, name, None) for name in _NOT_FORWARDED}
         for number in signal.valid_signals() - excluded:
             before = signal.getsignal(number)
@@ -179,7 +179,7 @@ class _Signals:
             self._early.append(number)
             return
         known = {getattr(signal, name, None) for name in _TERMINAL_SIGNALS}
-        if number not in known or not _in_foreground(self._process.pid):
+        if number not in known or not in_foreground(self._process.pid):
             self._process.send_signal(number)
         if number == getattr(signal, "SIGTSTP", None):  # stop too, and go on when continued
             signal.signal(number, signal.SIG_DFL)
@@ -187,7 +187,7 @@ class _Signals:
             signal.signal(number, self._handle)
 
 
-def _in_foreground(child: int) -> bool:
+def in_foreground(child: int) -> bool:
     """True if this process and its child are in the foreground group of their terminal."""
     try:
         with open("/dev/tty", "rb", buffering=0) as terminal:
@@ -196,7 +196,7 @@ def _in_foreground(child: int) -> bool:
         return False
 
 
-def _wait(command: list[str], environment: dict[str, str], signals: _Signals) -> int:
+def _wait(command: list[str], environment: dict[str, str], signals: Signals) -> int:
     """The status with which a program ends, negative if of a signal."""
     try:
         process = subprocess.Popen(command, env=environment, preexec_fn=_ends_with_this_process())
@@ -235,7 +235,7 @@ def _die_of(number: int) -> int:
     return 128 + number  # the signal is blocked
 
 
-def _summary(folder: pathlib.Path, names: tuple[str, ...]) -> str:
+def summary(folder: pathlib.Path, names: tuple[str, ...]) -> str:
     """Tell in a line what the processes counted."""
     computed = 0
     passed_on: collections.Counter[str] = collections.Counter()

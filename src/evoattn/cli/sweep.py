@@ -25,13 +25,13 @@ from evoattn.workloads import Workload, workload
 PLAN = Plan((), (), PASSES, ("auto",), ("dense",))
 """The contenders: evoattn with the backend that it chooses, and dense torch."""
 
-_PATIENCE_S = {"evoattn": 60.0, "dense": 8.0}
+PATIENCE_S = {"evoattn": 60.0, "dense": 8.0}
 """Most seconds of one forward + backward. A length that is expected to take longer is not measured."""
 
 _INPUT_BYTES_A_PAIR = 3 * 4 * 128 + 8 * 4 * TRIANGLE_HEADS * CHANNELS
 """Embedding in float32 with its temporaries; q, k, v, the cotangent, the output and three gradients."""
 
-_ORACLE_SCORES = 12 << 20
+ORACLE_SCORES = 12 << 20
 """Scores of the float64 truth; 12 Mi of them take under a second and half a gigabyte on two CPU cores."""
 
 
@@ -99,7 +99,7 @@ def _accuracy(inputs: Inputs, problem: Problem) -> tuple[int, list[str]]:
     them is rounding, which has no relative error: they are judged by what rounding takes.
     """
     _, n, length, heads, _ = inputs.q.shape
-    rows = max(1, min(n, _ORACLE_SCORES // (heads * length * length)))
+    rows = max(1, min(n, ORACLE_SCORES // (heads * length * length)))
     part = attentions.first_rows(inputs, slice(0, rows))
     expected, results = testing.oracle(part), testing.run(part)
     own, dense = problem.results
@@ -150,7 +150,7 @@ def _cannot_go_on(
     seconds = 0.0
     if before and (last := before[-1].result(contender.name)) and "both" in last.times:
         seconds = last.times["both"].median_ms / 1e3 * asked.scores / before[-1].workload.scores
-    if seconds > _PATIENCE_S[contender.name]:
+    if seconds > PATIENCE_S[contender.name]:
         return f"it would take about {seconds:.0f} s a pass"
     if 2 * seconds > left_s:  # one pass measures memory, and one time
         return "the time of the demo is over; --max-length gives it more"

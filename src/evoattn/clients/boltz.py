@@ -15,7 +15,7 @@ from evoattn.clients.site import Client, Count, Replace, Site, named
 from evoattn.compat.openfold import attention
 
 
-def _unless_host_bound(replace: Replace, *, counted: bool = True) -> Replace:
+def unless_host_bound(replace: Replace, *, counted: bool = True) -> Replace:
     """`replace`, except for calls in which the host sets the pace. These are counted here if no site inside counts them."""
 
     def wrap(original: Any, count: Count) -> Any:
@@ -34,7 +34,7 @@ def _unless_host_bound(replace: Replace, *, counted: bool = True) -> Replace:
     return wrap
 
 
-def _attend(self: Any, s: Tensor, qkv: tuple[Tensor, ...], bias: Tensor, mask: Tensor, multiplicity: int) -> Tensor:
+def attend(self: Any, s: Tensor, qkv: tuple[Tensor, ...], bias: Tensor, mask: Tensor, multiplicity: int) -> Tensor:
     """The gated, pair-biased attention of S samples that share the bias `[B, H, Q, K]`, as its output `[B * S, Q, C]`.
 
     s is `[B * S, Q, C]`; q, k and v are `[B * S, L, H, D]`, the mask is `[B * S, K]`.
@@ -50,15 +50,15 @@ def _attend(self: Any, s: Tensor, qkv: tuple[Tensor, ...], bias: Tensor, mask: T
     return self.proj_o(self.proj_g(s).sigmoid() * o.reshape(s.shape[0], -1, self.c_s))  # type: ignore[no-any-return]
 
 
-def _boltz2_attention(original: Any, count: Count) -> Any:
+def boltz2_attention(original: Any, count: Count) -> Any:
     """The attention with pair bias of Boltz-2 and BoltzGen."""
 
     def forward(self: Any, s: Tensor, z: Tensor, mask: Tensor, k_in: Tensor, multiplicity: int = 1) -> Tensor:
         count.count_replaced()
-        q, k, v = _projected(self, s, k_in)
+        q, k, v = projected(self, s, k_in)
         if getattr(self, "use_qk_norm", False):
             q, k = self.q_norm(q), self.k_norm(k)
-        return _attend(self, s, (q, k, v), self.proj_z(z), mask, multiplicity)
+        return attend(self, s, (q, k, v), self.proj_z(z), mask, multiplicity)
 
     return forward
 
@@ -81,19 +81,19 @@ def _boltz1_attention(original: Any, count: Count) -> Any:
         k_in = s
         if to_keys is not None:
             k_in, mask = to_keys(s), to_keys(mask.unsqueeze(-1)).squeeze(-1)
-        qkv = _projected(self, s, k_in)
+        qkv = projected(self, s, k_in)
         if model_cache is None or "z" not in model_cache:
             z = self.proj_z(z)
             if model_cache is not None:
                 model_cache["z"] = z
         else:
             z = model_cache["z"]
-        return _attend(self, s, qkv, z, mask, multiplicity)
+        return attend(self, s, qkv, z, mask, multiplicity)
 
     return forward
 
 
-def _projected(self: Any, s: Tensor, k_in: Tensor) -> tuple[Tensor, ...]:
+def projected(self: Any, s: Tensor, k_in: Tensor) -> tuple[Tensor, ...]:
     """q, k and v `[B, L, H, D]`."""
     qkv = (self.proj_q(s), self.proj_k(k_in), self.proj_v(k_in))
     return tuple(x.view(s.shape[0], -1, self.num_heads, self.head_dim) for x in qkv)
@@ -120,7 +120,7 @@ def _client(
         (
             Site(f"{triangle}.primitives", "_attention", additive),
             Site(f"{triangle}.primitives", "kernel_triangular_attn", kernel),
-            *(Site(f"{there}.{name}", "AttentionPairBias.forward", _unless_host_bound(x)) for name, x in pairs.items()),
+            *(Site(f"{there}.{name}", "AttentionPairBias.forward", unless_host_bound(x)) for name, x in pairs.items()),
             Site(f"{there}.{multiplied}", ("_" if package == "boltzgen" else "") + multiplication_kernel,
                  multiplication, missing="cuequivariance_torch", counted=False),
             Site(f"{triangle}.primitives", "Attention.forward"),
@@ -151,11 +151,11 @@ CLIENTS = {
     "boltz": _client(
         "boltz",
         "triangular_mult",
-        {"attentionv2": _boltz2_attention, "attention": _boltz1_attention},
+        {"attentionv2": boltz2_attention, "attention": _boltz1_attention},
         ("diffusion", "diffusionv2"),
         (
             *named(
-                _unless_host_bound(layer, counted=False),
+                unless_host_bound(layer, counted=False),
                 "boltz.model.layers.attention:AttentionPairBias",
                 "boltz.model.layers.attentionv2:AttentionPairBias",
             ),
@@ -170,5 +170,5 @@ CLIENTS = {
             *_uncounted(sampling.sampled, f"{_MODULES}.diffusionv2:AtomDiffusion.sample"),
         ),
     ),
-    "boltzgen": _client("boltzgen", "triangular", {"attention": _boltz2_attention}, ("diffusion",)),
+    "boltzgen": _client("boltzgen", "triangular", {"attention": boltz2_attention}, ("diffusion",)),
 }

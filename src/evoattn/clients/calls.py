@@ -85,7 +85,7 @@ def queries_first(*, scaled: bool) -> Callable[[Function, Count], Function]:
         def attend(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor], scale: float | None = None) -> Tensor:
             """`scale`, where it is given, is that of the channels."""
             count.count_replaced()
-            added = [_additive_mask(x) for x in biases]
+            added = [additive_mask(x) for x in biases]
             return attention(q, k, v, added, scaled=scaled).transpose(-2, -3)
 
         return attend
@@ -93,7 +93,7 @@ def queries_first(*, scaled: bool) -> Callable[[Function, Count], Function]:
     return replace
 
 
-def _additive_mask(bias: Tensor) -> Tensor:
+def additive_mask(bias: Tensor) -> Tensor:
     """The additive form of a bool mask, whose True is attended. Other masks stay as they are."""
     if bias.dtype != torch.bool:
         return bias
@@ -119,7 +119,7 @@ def kernel(original: Function, count: Count) -> Function:
     ) -> Tensor:
         """`scale` is that of the channels. Boltz calls the bias `tri_bias`. The result has five axes, as cuEquivariance's."""
         count.count_replaced()
-        o = attention(q, k, v, [None if mask is None else _additive_mask(mask), bias, tri_bias], scaled=False)
+        o = attention(q, k, v, [None if mask is None else additive_mask(mask), bias, tri_bias], scaled=False)
         return o if o.ndim > 4 else o[None]
 
     return attend

@@ -46,7 +46,7 @@ _counterparts: weakref.WeakKeyDictionary[nn.Module, _Counterpart] = weakref.Weak
 
 _FEW_RESIDUES = "float32 with few residues, where the client's own layer takes less of the host"
 
-_WIDE = "float32 on a GPU, where the client's own products are faster"
+WIDE = "float32 on a GPU, where the client's own products are faster"
 """The reason why blocks, transitions and triangle multiplications are left to the client.
 
 The kernels multiply float32 without tensor cores, as torch does by default, and reach less of the card than cuBLAS: ESMFold of
@@ -106,12 +106,12 @@ def _too_small(arguments: tuple[Any, ...], least: int) -> str:
     return f"fewer than {least} residues, where the client's own layers take less of the host"
 
 
-def _slower_in_float32(counterpart: Replacement | None, arguments: tuple[Any, ...]) -> str:
+def slower_in_float32(counterpart: Replacement | None, arguments: tuple[Any, ...]) -> str:
     """The reason why a float32 call on a GPU is left to the client, or ""."""
     if counterpart is None or not is_float32_on_gpu(arguments):
         return ""
     if counterpart.is_block or isinstance(counterpart.layer, (Transition, TriangleMultiplication)):
-        return _WIDE
+        return WIDE
     if is_repeated() or not isinstance(counterpart.layer, AttentionPairBias):
         return ""
     least = FEW if torch.is_grad_enabled() else _FEW_IN_SINGLE_TRACK
@@ -128,7 +128,7 @@ def _counterpart(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Replace
     if known is not None:
         if known.layer is None and not known.reason:
             return None, ""
-        if reason := _slower_in_float32(known.layer, arguments):
+        if reason := slower_in_float32(known.layer, arguments):
             return None, reason
     method = overridden(module, entries=False)
     if method:
@@ -141,6 +141,6 @@ def _counterpart(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Replace
             reason = str(error)
         snapshot = Snapshot(module) if layer is None else layer.snapshot
         known = _counterparts[module] = _Counterpart(layer, reason, snapshot)
-        if reason := _slower_in_float32(layer, arguments):
+        if reason := slower_in_float32(layer, arguments):
             return None, reason
     return known.layer, known.reason

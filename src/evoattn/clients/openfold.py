@@ -52,7 +52,7 @@ def _global(original: Any, count: Count) -> Any:
     return forward
 
 
-def _flash(original: Any, count: Count) -> Any:
+def flash(original: Any, count: Count) -> Any:
     def _flash_attn(q: Tensor, k: Tensor, v: Tensor, kv_mask: Tensor) -> Tensor:
         """In q's dtype, not in float16. Keys that are masked are left out: a query without a key has output 0."""
         count.count_replaced()
@@ -84,7 +84,7 @@ CLIENTS = {
             Site(_MODULE, "_attention", additive),
             Site(_MODULE, "_lma", low_memory),
             Site(_MODULE, "_deepspeed_evo_attn", queries_first(scaled=False)),
-            Site(_MODULE, "_flash_attn", _flash),
+            Site(_MODULE, "_flash_attn", flash),
             Site(_MODULE, "Attention.forward", _kernel),
             Site(_MODULE, "GlobalAttention.forward", _global),
             Site(_MODULE, "Attention._prep_qkv"),

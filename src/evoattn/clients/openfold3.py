@@ -40,7 +40,7 @@ def _never(*_: Any, **__: Any) -> bool:
     return False
 
 
-def _rollout(original: Any, count: Count) -> Any:
+def rollout(original: Any, count: Count) -> Any:
     """A rollout after which recordings are dropped, and whose steps do not wait to see that no chain is cyclic."""
 
     def forward(self: Any, batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ CLIENTS = {
                 counted=False,
             ),
             Site(_DIFFUSION, "DiffusionModule.forward", graphs.step),
-            Site(_DIFFUSION, "SampleDiffusion.forward", _rollout, counted=False),
+            Site(_DIFFUSION, "SampleDiffusion.forward", rollout, counted=False),
             *graphs.blocks("openfold3.core.model.latent.pairformer:PairFormerBlock", instead={"inplace_safe": False}),
         ),
     )

@@ -101,8 +101,8 @@ class Patch:
         self._replacements.clear()
         self._undone = True
         for name in self.versions:
-            if _active.get(name) is self:
-                del _active[name]
+            if active.get(name) is self:
+                del active[name]
         if lost:
             warnings.warn(f"not put back, because others have replaced them since: {', '.join(lost)}", stacklevel=2)
 
@@ -143,7 +143,7 @@ class Patch:
 
     def _redo(self) -> None:
         """Replace again what `undo` put back."""
-        others = [name for name in self.versions if name in _active]
+        others = [name for name in self.versions if name in active]
         if others:
             raise RuntimeError(f"another patch of {', '.join(others)} is active: undo it before you enter this one again")
         self._undone, self._fresh = False, True
@@ -153,7 +153,7 @@ class Patch:
                 for part in _parts(of):
                     if (name, part.kind) in self._applied:
                         self._replace(of, part.sites, part.values)
-                _active[name] = self
+                active[name] = self
         except BaseException:
             self.undo()
             raise
@@ -204,7 +204,7 @@ class Patch:
         self.sites = tuple(dict.fromkeys((*self.sites, *map(str, replacements))))
 
 
-_active: dict[str, Patch] = {}
+active: dict[str, Patch] = {}
 """The patch of each client that is patched."""
 
 
@@ -249,25 +249,25 @@ def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False)
     if graphs and not client(name).steps:
         known = ", ".join(repr(each) for each in NAMES if client(each).steps)
         raise ValueError(f"graphs must be False for {name!r}: CUDA graphs are recorded of {known}")
-    if name in _active:
-        _active[name]._fresh = False
-        _active[name]._mend(client(name))
-        _active[name]._apply(client(name), layers, graphs)
-        return _active[name]
+    if name in active:
+        active[name]._fresh = False
+        active[name]._mend(client(name))
+        active[name]._apply(client(name), layers, graphs)
+        return active[name]
     patched = Patch()
     patched._apply(client(name), layers, graphs)
-    _active[name] = patched
+    active[name] = patched
     return patched
 
 
 def _patch_all(layers: bool, graphs: bool) -> Patch:
     patched = Patch()
     for name in NAMES:
-        if name in _active or client(name).installed is None:
+        if name in active or client(name).installed is None:
             continue
         try:
             patched._apply(client(name), layers, graphs)
-            _active[name] = patched
+            active[name] = patched
         except (ImportError, UnknownRelease) as error:
             print(f"evoattn does not patch {name}: {error}", file=sys.stderr)
     print(str(patched).splitlines()[0].partition(":")[0], file=sys.stderr)
@@ -293,16 +293,16 @@ def patch_as_imported(
         UnknownRelease: the files of the client are not those that are known. Nothing is replaced then.
     """
     of = client(name)
-    if name not in _active:
+    if name not in active:
         check_files(of)
         patched = Patch(tell=tell)
         patched.versions[name] = str(of.installed)
         patched._applied = {(name, part.kind) for part in _parts(of, layers, graphs)}
-        _active[name] = patched
+        active[name] = patched
     for part in _parts(of, layers, graphs):
         sites = [site for site in part.sites if site.module == module]
-        _active[name]._replace(of, sites, [value for value in part.values if value[0] == module])
-    return _active[name]
+        active[name]._replace(of, sites, [value for value in part.values if value[0] == module])
+    return active[name]
 
 
 def client(name: str) -> Client:

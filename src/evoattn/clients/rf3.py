@@ -61,7 +61,7 @@ def _diffusion(original: Any, count: Count) -> Any:
     return importlib.import_module("foundry.training.checkpoint").activation_checkpointing(forward)
 
 
-def _atoms(original: Any, count: Count) -> Any:
+def atoms(original: Any, count: Count) -> Any:
     def atom_attention(
         self: Any,
         A_I: Tensor,  # noqa: N803
@@ -91,7 +91,7 @@ def _atoms(original: Any, count: Count) -> Any:
     return atom_attention
 
 
-def _tokens(original: Any, count: Count) -> Any:
+def tokens(original: Any, count: Count) -> Any:
     """The transformer of tokens, recorded. For those of atoms, a recording would keep a copy of all pairs of atoms."""
     recorded = graphs.step(original, count)
 
@@ -137,7 +137,7 @@ CLIENTS = {
             Site(_TRIANGLES, "TriangleAttention._forward_cuequivariance", _triangle),
             Site(_PAIRFORMER, "AttentionPairBiasPairformerDeepspeed.forward", _pairformer),
             Site(_DIFFUSION, "AttentionPairBiasDiffusion.forward", _diffusion),
-            Site(_DIFFUSION, "AttentionPairBiasDiffusion.atom_attention", _atoms),
+            Site(_DIFFUSION, "AttentionPairBiasDiffusion.atom_attention", atoms),
             # Classes, because the source of a decorated method is the decorator's.
             Site(_TRIANGLES, "TriangleAttention"),
             Site(_DIFFUSION, "AttentionPairBiasDiffusion"),
@@ -148,7 +148,7 @@ CLIENTS = {
             Site(_UTILS, "Transition"),
         ),
         steps=(
-            Site(_DIFFUSION, "DiffusionTransformer.forward", _tokens),
+            Site(_DIFFUSION, "DiffusionTransformer.forward", tokens),
             Site(_SAMPLER, "SampleDiffusion.sample_diffusion_like_af3", _loop, counted=False),
         ),
     )

@@ -48,7 +48,7 @@ def sampled(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
         steering_args: dict[str, Any] | None = None,
         **conditions: Any,
     ) -> Any:
-        if self.training or torch.is_grad_enabled() or _steers(steering_args, conditions.get("feats")):
+        if self.training or torch.is_grad_enabled() or steers(steering_args, conditions.get("feats")):
             return original(
                 self, atom_mask, num_sampling_steps, multiplicity, max_parallel_samples, steering_args, **conditions
             )
@@ -91,7 +91,7 @@ def _client(name: str) -> Any:
     return importlib.import_module(f"boltz.model.{name}")
 
 
-def _steers(steering: dict[str, Any] | None, feats: Any) -> bool:
+def steers(steering: dict[str, Any] | None, feats: Any) -> bool:
     """Return whether something may guide the structures. Contacts do if there are some, and so do templates that are forced."""
     try:
         if steering is None or steering["fk_steering"] or steering["physical_guidance_update"]:

@@ -18,7 +18,7 @@ VARIABLE = "EVOATTN_CACHE_DIR"
 """Names the folder; empty, nothing is kept."""
 
 _UNFINISHED = ".part"
-_OLD = 3600.0
+OLD = 3600.0
 """Seconds after which an unfinished file has lost its writer: writing takes milliseconds."""
 
 _DIGEST = hashlib.sha256().digest_size
@@ -63,7 +63,7 @@ def write(path: Path, data: bytes) -> None:
         raise
     for left in path.parent.glob(f".*{_UNFINISHED}"):  # of processes that were killed
         with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > _OLD:
+            if time.time() - left.stat().st_mtime > OLD:
                 left.unlink()
 
 
@@ -112,7 +112,7 @@ def code(path: Path | None, load: Callable[[bytes], Any], make: Callable[[], byt
         try:
             keep_code(path, compiled)
         except OSError as error:  # this process has the code all the same
-            _cannot_keep(str(path.parent), error.strerror or str(error))
+            cannot_keep(str(path.parent), error.strerror or str(error))
     return load(compiled)
 
 
@@ -126,7 +126,7 @@ def _checked(path: Path) -> bytes:
 
 
 @functools.cache
-def _cannot_keep(folder: str, why: str) -> None:
+def cannot_keep(folder: str, why: str) -> None:
     """Say once that compiled code is not kept."""
     warnings.warn(
         f"{folder} cannot be written ({why}): each process compiles its kernels. {VARIABLE} names another folder; "

@@ -22,7 +22,7 @@ from evoattn.compile.workers import Pool, Report, Task, Worker, cores
 VARIABLE = "EVOATTN_COMPILERS"
 """The environment variable for the number of workers at most; 0 for none."""
 
-_MOST = 4
+MOST = 4
 """Workers at most: of the seven kernels of `tri384` and its backward, three small ones take 15% of the time."""
 
 _ENOUGH = 3
@@ -31,21 +31,21 @@ _ENOUGH = 3
 _NICENESS = 10
 """How much nicer a worker is than its caller: it gets a tenth of the time of a core that it shares."""
 
-_IDLE_S = 60.0
+IDLE_S = 60.0
 """Seconds without a kernel after which a worker ends. It holds 400 MB of memory."""
 
 PATIENCE_S = 10.0
 """Seconds after which a kernel is no longer waited for; the slowest takes 5 s."""
 
-_SLOT = "evoattn-compiler-"
+SLOT = "evoattn-compiler-"
 """A worker's name among the sockets of the machine, followed by the number of a core."""
 
 
-class _Helpers(Pool):
+class Helpers(Pool):
     """The workers of this process, and the kernels that they have been given, by name."""
 
     def __init__(self) -> None:
-        super().__init__(0, _helper, idle_s=_IDLE_S)
+        super().__init__(0, helper, idle_s=IDLE_S)
         self.begun: dict[str, Future[Report]] = {}
         self.useful = True
 
@@ -55,7 +55,7 @@ class _Helpers(Pool):
             future.cancel()
 
 
-def _helper() -> Worker | None:
+def helper() -> Worker | None:
     """A worker that holds a slot of the machine; None if all slots are taken.
 
     A slot is a name that the system gives to one socket at a time. There is one for every second core. The worker has the
@@ -65,22 +65,22 @@ def _helper() -> Worker | None:
         slot = socket.socket(socket.AF_UNIX)
         for core in sorted(os.sched_getaffinity(0))[::2]:
             with contextlib.suppress(OSError):  # it is taken
-                slot.bind(f"\0{_SLOT}{core}")  # the zero: a name that is no file
+                slot.bind(f"\0{SLOT}{core}")  # the zero: a name that is no file
                 return Worker(niceness=_NICENESS, sockets=(slot,))
         slot.close()
     return None
 
 
-_helpers = _Helpers()
+helpers = Helpers()
 
 
 def _forget() -> None:
     """Start anew in a forked process: it has no threads of its parent, and the slots are its parent's."""
-    global _helpers
-    for worker in _helpers.workers:
+    global helpers
+    for worker in helpers.workers:
         for slot in worker.sockets:
             slot.close()
-    _helpers = _Helpers()
+    helpers = Helpers()
 
 
 if hasattr(os, "register_at_fork"):
@@ -92,26 +92,26 @@ def begin(backend: str, tasks: dict[str, Task]) -> None:
     if len(tasks) < 2 or _shared_folder(backend) is None:
         return
     for name, task in reversed(tasks.items()):
-        if name not in _helpers.begun or _helpers.begun[name].done():
-            _helpers.begun[name] = _helpers.submit(task)
-    if not _helpers.workers:
-        _helpers.drop()
+        if name not in helpers.begun or helpers.begun[name].done():
+            helpers.begun[name] = helpers.submit(task)
+    if not helpers.workers:
+        helpers.drop()
 
 
 def prestart(backend: str) -> None:
     """Start workers if no kernel of a backend is kept, before it is known what is needed: they import its compiler."""
     if (folder := _shared_folder(backend)) is not None and not any(folder.glob("[!.]*")):
-        _helpers.grow(_MOST)
+        helpers.grow(MOST)
 
 
 def take_over(name: str) -> None:
     """Leave a kernel to this process: wait for a worker that has begun it, and let none begin it."""
-    future = _helpers.begun.get(name)
-    if future is None or future.cancel() or not _helpers.useful:
+    future = helpers.begun.get(name)
+    if future is None or future.cancel() or not helpers.useful:
         return
     if concurrent.futures.wait([future], PATIENCE_S).not_done:
-        _helpers.useful = False
-        _helpers.drop()
+        helpers.useful = False
+        helpers.drop()
 
 
 def is_enabled() -> bool:
@@ -122,9 +122,9 @@ def is_enabled() -> bool:
 def _shared_folder(backend: str) -> Path | None:
     """The folder through which processes hand on a backend's kernels; None if workers are not enabled, or of no use."""
     folder = cache.folder()
-    if not _helpers.useful or not is_enabled() or folder is None or not cache.takes_files(folder / backend):
+    if not helpers.useful or not is_enabled() or folder is None or not cache.takes_files(folder / backend):
         return None
-    _helpers.jobs, _helpers.first = _worker_limit(), Task(f"evoattn.backends.{backend}.ahead")
+    helpers.jobs, helpers.first = _worker_limit(), Task(f"evoattn.backends.{backend}.ahead")
     return folder / backend
 
 
@@ -135,5 +135,5 @@ def _worker_limit() -> int:
     """
     processes = os.environ.get("LOCAL_WORLD_SIZE", "")
     spare = cores() // (int(processes) if processes.isdecimal() and int(processes) else 1) - 1
-    asked = os.environ.get(VARIABLE) or str(_MOST if spare >= _ENOUGH else 0)
-    return min(_MOST, spare, int(asked)) if asked.isdecimal() else 0
+    asked = os.environ.get(VARIABLE) or str(MOST if spare >= _ENOUGH else 0)
+    return min(MOST, spare, int(asked)) if asked.isdecimal() else 0

@@ -77,7 +77,7 @@ def with_means(
     if mask_bias is None or (isinstance(q, Tensor) and compute_dtype(q) not in _LIMITS):
         return attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, gate=gate)
     plain = guards.is_plain((q, k, v, mask_bias, pair_bias, gate))
-    if plain and _has_kernels(q.device) and _kernels_take(q, k, v, mask_bias, pair_bias, layout, gate):
+    if plain and has_kernels(q.device) and kernels_take(q, k, v, mask_bias, pair_bias, layout, gate):
         from evoattn.fully_masked.in_place import attend
 
         return attend(attention, q, k, v, mask_bias, pair_bias, gate, scale=scale, layout=layout, limits=_LIMITS[q.dtype])
@@ -89,7 +89,7 @@ def with_means(
         if not (plain and o.device.type == "cpu") or bool(empty.any()):
             pair_bias = None if pair_bias is None else with_axes(pair_bias, q.ndim)
             o, q, k, v = (heads_first(x, layout) for x in (o, q, k, v))
-            o = _Means.apply(o, q, k, v, mask_bias, pair_bias, empty, attended, scale)  # type: ignore[no-untyped-call]
+            o = Means.apply(o, q, k, v, mask_bias, pair_bias, empty, attended, scale)  # type: ignore[no-untyped-call]
             o = heads_first(o, layout)
     return o if gate is None else torch.sigmoid(gate) * o
 
@@ -100,14 +100,14 @@ def heads_first(x: Tensor, layout: str) -> Tensor:
 
 
 @functools.cache
-def _has_kernels(device: torch.device) -> bool:
+def has_kernels(device: torch.device) -> bool:
     """Return whether Triton is installed and compiles for the device."""
     if device.type != "cuda" or not installed("triton"):
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _kernels_take(
+def kernels_take(
     q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor | None, layout: str, gate: Tensor | None = None
 ) -> bool:
     """Return whether plain tensors have the usual shapes and dtypes. Arguments that `attention` refuses may pass."""
@@ -145,9 +145,9 @@ def with_means_for_replaced_scores(
         mask: bool `[B, N, 1, 1, K]`; every axis may be 1.
     """
     plain = guards.is_plain((q, k, v, mask))
-    if plain and q.ndim == 5 and _has_kernels(q.device):
+    if plain and q.ndim == 5 and has_kernels(q.device):
         bias = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(~mask, -1e9)
-        if _kernels_take(q, k, v, bias, None, "bnhld"):
+        if kernels_take(q, k, v, bias, None, "bnhld"):
             from evoattn.fully_masked.in_place import attend
 
             def call(q: Tensor, k: Tensor, v: Tensor, **masks: Any) -> Tensor:
@@ -200,7 +200,7 @@ def _masked(bias: Tensor, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return empty, (bias >= equal * largest) | ~empty  # the keys of other rows are not used, but there must be some
 
 
-class _Means(torch.autograd.Function):
+class Means(torch.autograd.Function):
     """o, with the mean of v over the `attended` keys in the `empty` queries."""
 
     generate_vmap_rule = True

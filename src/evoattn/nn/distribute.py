@@ -60,7 +60,7 @@ def distribute(model: nn.Module, mesh: Any) -> list[str]:
         raise ValueError(f"mesh must have one dimension, got {mesh.ndim}")
     blocks = _blocks_of(model)
     if not blocks:
-        clients = ", ".join(dict.fromkeys(name.partition(".")[0] for name in _KINDS))
+        clients = ", ".join(dict.fromkeys(name.partition(".")[0] for name in KINDS))
         raise ValueError(f"no pair block of {type(model).__name__} is known: distribute takes models of {clients}")
     passing = _passing(model, {id(module) for _, module, _ in blocks})
     runners = [_BlockRunner(module, kind, mesh, leaves=id(module) not in passing) for _, module, kind in blocks]
@@ -215,7 +215,7 @@ class _BlockKind(NamedTuple):
 
 _OPENFOLD3, _BOLTZ = "openfold3.core.model.latent", "boltz.model.layers.pairformer"
 _PAIRS, _NO_SINGLE = f"{_OPENFOLD3}.base_blocks.PairBlock", f"{_BOLTZ}.PairformerNoSeqLayer"
-_KINDS = {
+KINDS = {
     f"{_OPENFOLD3}.pairformer.PairFormerBlock": _BlockKind(_PAIRS, "pair_stack", "single_mask", "attn_pair_bias", _openfold3_s),
     _PAIRS: _BlockKind(_PAIRS),
     f"{_BOLTZ}.PairformerLayer": _BlockKind(_NO_SINGLE, "", "mask", "attention", _boltz_s),
@@ -228,7 +228,7 @@ def _kind_of(kind: Any) -> _BlockKind | None:
     """Return the kind of a class, or None if the class is unknown or overrides the known forward."""
     own = vars(kind).get("_evoattn_original", kind)
     for x in own.__mro__:
-        known = _KINDS.get(f"{x.__module__}.{x.__qualname__}")
+        known = KINDS.get(f"{x.__module__}.{x.__qualname__}")
         if known is not None:
             return known if own.forward is x.forward else None
     return None

@@ -205,7 +205,7 @@ def normalise(
     Returns:
         The normalised rows `[R, C]`, then the mean and 1 / standard deviation of each row, for the backward.
     """
-    if _has_kernel(rows):
+    if has_kernel(rows):
         from evoattn.nn import norm_kernels
 
         return norm_kernels.normalise(rows, weight, bias, eps, dtype)
@@ -228,7 +228,7 @@ def normalise_backward(
 
     `d_normed` is the cotangent of the normalised rows `[R, C]`. Other tensors are those that `normalise` took and returned.
     """
-    if _has_kernel(rows):
+    if has_kernel(rows):
         from evoattn.nn import norm_kernels
 
         return norm_kernels.normalise_backward(d_normed, rows, mean, rstd, weight, bias, needs)
@@ -242,7 +242,7 @@ def normalise_backward(
     return dx, dweight, dbias
 
 
-def _has_kernel(rows: Tensor) -> bool:
+def has_kernel(rows: Tensor) -> bool:
     """Return whether the Triton kernels take these rows: 16 or 32 bits, on a GPU, in a call that nothing traces or observes."""
     if not rows.is_cuda or rows.dtype == torch.float64 or not rows.numel() or rows.shape[-1] > _MOST_CHANNELS:
         return False

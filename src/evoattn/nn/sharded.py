@@ -37,7 +37,7 @@ def run_split(layer: nn.Module, z: Tensor, mask: Tensor | None, run: Run, **opti
     check_alike("mask", mask, "z", z)
     split = split_of(z)
     if layer.training and vars(layer).get("dropout"):
-        _check_dropout(z)
+        check_dropout(z)
     full = full_parameters(layer, z)
     if full:
         return functional_call(layer, full, (z, mask), options)  # type: ignore[no-any-return]
@@ -65,7 +65,7 @@ def run_local(layer: nn.Module, x: Tensor, mask: Tensor | None, run: Callable[[T
     return like(run(local(x), None if mask is None else _mask_of(mask, x)), x)
 
 
-def _check_dropout(z: Any) -> None:
+def check_dropout(z: Any) -> None:
     """Raise ValueError if several processes hold the same part of z: they would draw masks of their own."""
     from torch.distributed.tensor import Replicate
 

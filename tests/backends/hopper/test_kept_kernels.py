@@ -33,8 +33,8 @@ def compile_all(*channels: int) -> None:
 
 def new_process() -> None:
     """Forget what this process has loaded."""
-    ahead._functions.clear()
-    cache._cannot_keep.cache_clear()
+    ahead.functions.clear()
+    cache.cannot_keep.cache_clear()
 
 
 @pytest.fixture
@@ -229,8 +229,8 @@ def test_kernels_are_stale_when_their_text_changes(
 ) -> None:
     """In whatever folder; a plan only says what is launched."""
     copy = tmp_path / "hopper"
-    shutil.copytree(ahead._HOPPER, copy)
-    monkeypatch.setattr(ahead, "_HOPPER", copy)
+    shutil.copytree(ahead.HOPPER, copy)
+    monkeypatch.setattr(ahead, "HOPPER", copy)
     before = ahead.source.__wrapped__()
     with (copy / file).open("a") as text:
         text.write("# changed\n")
@@ -307,7 +307,7 @@ def test_a_killed_process_leaves_nothing_that_a_later_one_believes(
     left = list((folder / "hopper").glob("*")) if folder.exists() else []
     assert [file.suffix for file in left] == ([".part"] if step == "write" else [])
     for file in left:
-        os.utime(file, (time.time() - 2 * cache._OLD,) * 2)
+        os.utime(file, (time.time() - 2 * cache.OLD,) * 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ahead.compiled(kernel())

@@ -120,8 +120,8 @@ def test_one_thread_at_a_time_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(launch, "build", build)
     monkeypatch.setattr(ahead, "load_module", lambda path, enable_tvm_ffi: Module())
-    monkeypatch.setattr(ahead, "_modules", [])
-    monkeypatch.setattr(ahead, "_functions", {})
+    monkeypatch.setattr(ahead, "modules", [])
+    monkeypatch.setattr(ahead, "functions", {})
     monkeypatch.setenv("EVOATTN_CACHE_DIR", "")
     kernels = [Copy() for _ in range(3)]
     for number, kernel in enumerate(kernels):
@@ -134,7 +134,7 @@ def test_one_thread_at_a_time_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_driver_without_memory_raises_what_callers_catch() -> None:
     result = clusters.driver.CUresult
     with pytest.raises(torch.OutOfMemoryError, match="CUDA_ERROR_OUT_OF_MEMORY"):
-        clusters._checked((result.CUDA_ERROR_OUT_OF_MEMORY,))
+        clusters.checked((result.CUDA_ERROR_OUT_OF_MEMORY,))
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
-        clusters._checked((result.CUDA_ERROR_INVALID_VALUE,))
-    assert clusters._checked((result.CUDA_SUCCESS, 3)) == 3
+        clusters.checked((result.CUDA_ERROR_INVALID_VALUE,))
+    assert clusters.checked((result.CUDA_SUCCESS, 3)) == 3

@@ -37,7 +37,7 @@ def shared(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> Iterator[list[
         found.append(count)
         return share(pieces, worker, count)
 
-    monkeypatch.setattr(tiled, "_LEAST_SHARED", 1)
+    monkeypatch.setattr(tiled, "LEAST_SHARED", 1)
     monkeypatch.setattr(dense, "fits", lambda problem: False)
     monkeypatch.setattr(threads, "share", noted)
     yield found
@@ -159,18 +159,18 @@ def test_nobody_s_number_of_threads_changes(two_threads: None) -> None:
 
 def test_one_thread_where_the_libraries_cannot_limit_one(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
     assert threads.available() == 2
-    monkeypatch.setattr(threads, "_libraries", lambda: (None, None))
-    threads._can_be_limited.cache_clear()
+    monkeypatch.setattr(threads, "libraries", lambda: (None, None))
+    threads.can_be_limited.cache_clear()
     assert threads.available() == 1
     monkeypatch.undo()
-    threads._can_be_limited.cache_clear()
+    threads.can_be_limited.cache_clear()
 
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("case", testing.AWKWARD, ids=lambda case: case.name)
 def test_awkward_case(case: testing.Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
-    monkeypatch.setattr(tiled, "_LEAST_SHARED", 1)
+    monkeypatch.setattr(tiled, "LEAST_SHARED", 1)
     inputs = dataclasses.replace(case, dtype=dtype).make(seed=1)
     testing.check(testing.run(inputs, "tiled"), inputs)
 

@@ -197,12 +197,12 @@ def test_kernels_are_loaded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
         assert not loading[0]
         compiled.add(kernel)
 
-    monkeypatch.setattr(ahead_module, "_LAUNCHERS_ARE_COMPILED", True)
-    monkeypatch.setattr(ahead_module, "_compile_launcher", compile_launcher)
+    monkeypatch.setattr(ahead_module, "LAUNCHERS_ARE_COMPILED", True)
+    monkeypatch.setattr(ahead_module, "compile_launcher", compile_launcher)
 
     def prepare(kernels: list[Fake]) -> None:
         with ThreadPoolExecutor(2) as threads:
-            ahead_module._load(kernels, threads)
+            ahead_module.load(kernels, threads)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(prepare, [[Fake() for _ in range(5)] for _ in range(4)]))
@@ -288,7 +288,7 @@ def test_threads_forget_what_failed_at_the_same_time() -> None:
             kept["third"] = object()
 
     kept.update(first=Failed(), second=Failed())
-    ahead_module._forget(types.SimpleNamespace(device_caches={0: (kept,)}))
+    ahead_module.forget(types.SimpleNamespace(device_caches={0: (kept,)}))
     assert list(kept) == ["third"]
 
 

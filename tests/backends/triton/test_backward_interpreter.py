@@ -90,7 +90,7 @@ else:
     )
     def test_few_with_long_offsets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Both passes with offsets of 64 bits, in float32 and bfloat16."""
-        monkeypatch.setattr(few, "_extent", lambda tensor: 1 << 31)
+        monkeypatch.setattr(few, "extent", lambda tensor: 1 << 31)
         case = next(case for case in testing.AWKWARD if case.name == name)
         for dtype in (torch.float32, torch.bfloat16):
             testing.forget()
@@ -166,7 +166,7 @@ else:
         """Every shape that the pair bias can have, with several tiles along each axis that it broadcasts."""
         use(monkeypatch, ALL_TILES["two_rows_together"])
         if way == "added_up_by_torch":
-            monkeypatch.setattr(pair_gradient, "_MOST_IN_SERIES", 0)
+            monkeypatch.setattr(pair_gradient, "MOST_IN_SERIES", 0)
         case = testing.Case("shape", lead=(2,), n=3, lq=20, lk=19, mask="random", pair_bias=pair_bias, lse_gradient=True)
         check(case.make(seed=4), deterministic=way != "default")
 
@@ -202,7 +202,7 @@ else:
         use(monkeypatch, ALL_TILES["left_over"])
         monkeypatch.setattr(pair_in_order, "shares", lambda *_: 2)
         monkeypatch.setattr(pair_in_order, "rows_of_a_turn", lambda share, *_: min(share, 3))
-        monkeypatch.setattr(pair_in_order, "_ROWS_WORTH_SPANS", 1 if spans else 8)
+        monkeypatch.setattr(pair_in_order, "ROWS_WORTH_SPANS", 1 if spans else 8)
         sizes = {"lead": (2,), "n": 7, "h": 1, "lq": 70, "lk": 71, "d": 12}
         case = testing.Case("turns", **sizes, mask="padding", pair_bias=pair_bias, lse_gradient=True)  # type: ignore[arg-type]
         check(case.make(seed=4), deterministic=True)

@@ -101,5 +101,5 @@ def test_rows_far_apart_are_no_units(step: int, common: int) -> None:
 
 
 def test_the_extent_of_a_tensor() -> None:
-    assert few._extent(strided(torch.empty(3, 4, 5))) == 59
-    assert few._extent(strided(torch.empty(3, 1, 5).expand(3, 4, 5))) == 14
+    assert few.extent(strided(torch.empty(3, 4, 5))) == 59
+    assert few.extent(strided(torch.empty(3, 1, 5).expand(3, 4, 5))) == 14

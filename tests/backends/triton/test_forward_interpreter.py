@@ -110,7 +110,7 @@ else:
             assert [tile for first, last in runs for tile in range(first, last)] == [i for i, on in enumerate(live) if on]
             assert all(before[1] < after[0] for before, after in itertools.pairwise(runs))
 
-    @pytest.mark.skipif(not forward_plan._HAS_TENSOR_MAPS, reason="this Triton has no tensor maps")
+    @pytest.mark.skipif(not forward_plan.HAS_TENSOR_MAPS, reason="this Triton has no tensor maps")
     def test_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
         """The way in which Hopper loads the pair bias: batch and head broadcast, ragged ends, a copied odd length."""
         monkeypatch.setattr(cards, "capability", lambda device: (9, 0))

@@ -69,8 +69,8 @@ else:
     @pytest.mark.parametrize("case", [TILES, FEW], ids=lambda case: case.name)
     def test_long_offsets(case: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
         """As if tensors were larger than 32 bits can address."""
-        monkeypatch.setattr(few, "_extent", lambda tensor: 1 << 31)
-        monkeypatch.setattr(strides, "_extent", lambda tensor: 1 << 31)
+        monkeypatch.setattr(few, "extent", lambda tensor: 1 << 31)
+        monkeypatch.setattr(strides, "extent", lambda tensor: 1 << 31)
         assert case.wrong(backend) == []
 
     def test_explain_says_where_the_gate_is_multiplied() -> None:

@@ -133,7 +133,7 @@ def recorded(capability: tuple[int, int] | None) -> Iterator[Stream]:
             (Launch, "__call__", record),
             (forward_plan, "overlap", noted),
             (backward_plan, "overlap", noted),
-            (pair_in_order, "_ROWS_WORTH_SPANS", 2),
+            (pair_in_order, "ROWS_WORTH_SPANS", 2),
             (cards, "capability", lambda device: capability),
             (cards, "shared_memory_limit", lambda device: 232_448),
         ):

@@ -46,12 +46,12 @@ def test_every_reachable_tile_keeps_the_rule(card: str) -> None:
 
 
 TABLES = (
-    ((8, 0), torch.bfloat16, (heuristics._HALF, heuristics_backward._HALF)),
-    ((8, 0), torch.float32, (heuristics._FLOAT, heuristics_backward._FLOAT)),
-    ((9, 0), torch.bfloat16, (heuristics_backward._HOPPER,)),
-    ((9, 0), torch.float32, (heuristics_backward._FLOAT_HOPPER,)),
-    ((10, 0), torch.bfloat16, (heuristics._HALF_BLACKWELL,)),
-    ((10, 0), torch.float32, (heuristics._FLOAT_BLACKWELL,)),
+    ((8, 0), torch.bfloat16, (heuristics.HALF, heuristics_backward.HALF)),
+    ((8, 0), torch.float32, (heuristics.FLOAT, heuristics_backward.FLOAT)),
+    ((9, 0), torch.bfloat16, (heuristics_backward.HOPPER,)),
+    ((9, 0), torch.float32, (heuristics_backward.FLOAT_HOPPER,)),
+    ((10, 0), torch.bfloat16, (heuristics.HALF_BLACKWELL,)),
+    ((10, 0), torch.float32, (heuristics.FLOAT_BLACKWELL,)),
 )
 """By capability and dtype. Hopper's forward has no table: `test_the_rule_changes_no_workload` goes through it."""
 

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 Make = Callable[[], tuple[Plan, tuple[Any, ...]]]
 
-_HOPPER = pathlib.Path(__file__).parent
+HOPPER = pathlib.Path(__file__).parent
 
-_functions: dict[str, Any] = {}
+functions: dict[str, Any] = {}
 """Compiled kernels by name."""
 
-_modules: list[Any] = []
+modules: list[Any] = []
 """The modules that functions were loaded from: a function that outlives its module hangs when it is called."""
 
 _compiler = threading.Lock()
@@ -53,7 +53,7 @@ def source() -> bytes:
         parts.append("cu13 " + importlib.metadata.version("nvidia-cutlass-dsl-libs-cu13"))
     digest = hashlib.sha256(" ".join(parts).encode())
     for pattern in ("kernels/*.py", "lib/*.py", "launch.py", "tiles.py"):
-        for path in sorted(_HOPPER.glob(pattern)):
+        for path in sorted(HOPPER.glob(pattern)):
             digest.update(path.read_bytes())
     digest.update(repr(numerics.NEAR).encode())
     return digest.digest()
@@ -76,7 +76,7 @@ def compiled(kernel: Kernel) -> Any:
     It is made in a thread of its own. Ctrl-C, or a signal handler that raises, reaches the caller: inside the compiler it would
     abort the process. What was begun goes on meanwhile, and the next call finds it. Threads that want one kernel share it.
     """
-    function = _functions.get(kernel.name)
+    function = functions.get(kernel.name)
     if function is None:
         first_calls.take_over(kernel.name)
         result: Future[Any] = Future()
@@ -90,10 +90,10 @@ def _make(kernel: Kernel, result: Future[Any]) -> None:
     name = kernel.name
     with _compiler:
         try:
-            if name not in _functions:
+            if name not in functions:
                 load = functools.partial(_loaded, symbol=_symbol(name))
-                _functions[name] = cache.code(_file(name), load, lambda: _object_file(kernel))
-            result.set_result(_functions[name])
+                functions[name] = cache.code(_file(name), load, lambda: _object_file(kernel))
+            result.set_result(functions[name])
         except BaseException as error:  # raised to the caller, whatever it is
             result.set_exception(error)
 
@@ -115,13 +115,13 @@ def _loaded(data: bytes, symbol: str) -> Any:
         file.flush()
         module = load_module(f"/proc/self/fd/{handle}", enable_tvm_ffi=True)
     function = getattr(module, symbol)
-    _modules.append(module)
+    modules.append(module)
     return function
 
 
 def begin(kernels: Iterable[Kernel]) -> None:
     """Have kernels that are not kept compiled in other processes, while this one comes to them in this order."""
-    missing = [_needed(kernel) for kernel in kernels if kernel.name not in _functions]
+    missing = [_needed(kernel) for kernel in kernels if kernel.name not in functions]
     first_calls.begin("hopper", {one.name: one.task for one in missing if one.path is not None and not one.bytes})
 
 

@@ -20,30 +20,30 @@ def resident_clusters(size: int, shared: int, device: torch.device) -> int:
         RuntimeError: a part of a card that has been divided may be too small for any.
     """
     card = devices.planned()
-    return _of_this_machine(size, shared, device) if card is None else card.clusters_of(size)
+    return of_this_machine(size, shared, device) if card is None else card.clusters_of(size)
 
 
 @functools.cache
-def _of_this_machine(size: int, shared: int, device: torch.device) -> int:
+def of_this_machine(size: int, shared: int, device: torch.device) -> int:
     number = torch.cuda.current_device() if device.index is None else device.index
-    context = _checked(driver.cuDevicePrimaryCtxRetain(number))  # torch's; a thread of autograd may have none current
-    _checked(driver.cuCtxPushCurrent(context))
+    context = checked(driver.cuDevicePrimaryCtxRetain(number))  # torch's; a thread of autograd may have none current
+    checked(driver.cuCtxPushCurrent(context))
     try:
         clusters = _ask(size, shared)
     finally:
-        _checked(driver.cuCtxPopCurrent())
-        _checked(driver.cuDevicePrimaryCtxRelease(number))
+        checked(driver.cuCtxPopCurrent())
+        checked(driver.cuDevicePrimaryCtxRelease(number))
     if clusters == 0:
         raise RuntimeError(f"this device has no room for {size} blocks that work together: name backend='triton'")
     return clusters
 
 
 def _ask(size: int, shared: int) -> int:
-    module = _checked(driver.cuModuleLoadData(_NOTHING))
+    module = checked(driver.cuModuleLoadData(_NOTHING))
     try:
-        kernel = _checked(driver.cuModuleGetFunction(module, b"nothing"))
+        kernel = checked(driver.cuModuleGetFunction(module, b"nothing"))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(kernel, limit, shared))
+        checked(driver.cuFuncSetAttribute(kernel, limit, shared))
         shape = driver.CUlaunchAttribute()
         shape.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         value = driver.CUlaunchAttributeValue()
@@ -53,12 +53,12 @@ def _ask(size: int, shared: int) -> int:
         launch.gridDimX, launch.gridDimY, launch.gridDimZ = size, 1, 1
         launch.blockDimX, launch.blockDimY, launch.blockDimZ = 128, 1, 1
         launch.sharedMemBytes, launch.attrs, launch.numAttrs = shared, [shape], 1
-        return int(_checked(driver.cuOccupancyMaxActiveClusters(kernel, launch)))
+        return int(checked(driver.cuOccupancyMaxActiveClusters(kernel, launch)))
     finally:
         driver.cuModuleUnload(module)
 
 
-def _checked(answer: tuple[Any, ...]) -> Any:
+def checked(answer: tuple[Any, ...]) -> Any:
     """The values that the driver returns besides its status."""
     status, *values = answer
     if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:

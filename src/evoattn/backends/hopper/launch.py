@@ -28,7 +28,7 @@ types = {
     torch.bool: cutlass.Uint8,
 }
 
-_OPTIONS = "--enable-tvm-ffi --gpu-arch=sm_90a"
+OPTIONS = "--enable-tvm-ffi --gpu-arch=sm_90a"
 
 _noted: contextvars.ContextVar[Noted | None] = contextvars.ContextVar("noted", default=None)
 
@@ -174,7 +174,7 @@ def build(kernel: Kernel) -> Any:
     specs = kernel.arguments()
     extents = tuple((Int32 if symbol.width == 32 else Int64)(symbol.divisibility) for symbol in symbols(specs))
     values = [Int64(0) if isinstance(spec, TensorSpec) else spec for spec in specs if spec is not None]
-    return cute.compile(CompiledEntry(kernel), extents, make_fake_stream(), *values, options=_OPTIONS, no_jit_engine=True)
+    return cute.compile(CompiledEntry(kernel), extents, make_fake_stream(), *values, options=OPTIONS, no_jit_engine=True)
 
 
 def fits(symbol: Any, value: int, extents: dict[int, int]) -> bool:

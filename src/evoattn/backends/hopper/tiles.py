@@ -66,7 +66,7 @@ _MANY_CHANNELS = ((256, 2, 4, 2, 2), (384, 2, 6, 1, 3))
 _MOST_IDLE = 0.15
 """Of all processors' time, of one kernel that takes whole rows: 0.19 cost as much as it gains, at 384 queries and keys."""
 
-_LEAST_SCORES_TO_SKIP = 1 << 25
+LEAST_SCORES_TO_SKIP = 1 << 25
 """`tri256` has twice as many: looking costs 1.5 of its 120 us where nothing is left out, H200."""
 
 _MOST_ROWS_TO_LIST = 1 << 16
@@ -203,7 +203,7 @@ def skips_rows(
     """
     b, n, _, queries, keys = sizes
     listed = n <= _MOST_ROWS_TO_LIST and b <= _MOST_BATCHES_TO_LIST and keys <= KEYS * MOST_PANELS
-    if not (mask and any(needs[1:4]) and listed and math.prod(sizes) >= _LEAST_SCORES_TO_SKIP):
+    if not (mask and any(needs[1:4]) and listed and math.prod(sizes) >= LEAST_SCORES_TO_SKIP):
         return False
     return key_variant(channels, queries, pair, True, float32_pair=float32_pair) == key_variant(
         channels, queries, pair, float32_pair=float32_pair

@@ -67,7 +67,7 @@ def faster(problem: Problem) -> None:
 
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
     """See `evoattn.backends`."""
-    blocks = _Blocks(describe(inputs), config)
+    blocks = Blocks(describe(inputs), config)
     empty = empty_outputs(inputs, layout, "meta")
     view_inputs, view_outputs, view_o = as_planned(inputs), as_planned(empty), as_planned((empty.o,))
 
@@ -97,7 +97,7 @@ def plan_backward(
     into: Sequence[Tensor | None] | None = None,
 ) -> Plan:
     """See `evoattn.backends`. Every sum has a fixed order, so results are bit-equal from run to run by nature."""
-    blocks = _Blocks(describe(inputs), config)
+    blocks = Blocks(describe(inputs), config)
     wanted = empty_gradients(inputs, layout, needs, "meta") if into is None else into
     views = [as_planned(planned) for planned in (cotangents, inputs, outputs, wanted)]
     saved = isinstance(outputs, SavedProbabilities)
@@ -113,7 +113,7 @@ def plan_backward(
     return Plan(without_autocast(inputs.q, run), blocks.describe, writes_into=into is not None)
 
 
-class _Blocks:
+class Blocks:
     """How a problem is cut, for as many threads as torch has when it runs; on a GPU nothing is shared."""
 
     def __init__(self, problem: Problem, config: Config) -> None:
@@ -139,7 +139,7 @@ class _Blocks:
         return Description(self.plan().config, tuned="both" if self.tuned else None)
 
 
-def _forward(inputs: Inputs, outputs: Outputs, scale: float, blocks: _Blocks) -> None:
+def _forward(inputs: Inputs, outputs: Outputs, scale: float, blocks: Blocks) -> None:
     q, _, _, mask, mask_bias, pair_bias, _ = inputs
     o, lse, reference = outputs
     if blocks.problem.scores == 0:
@@ -165,7 +165,7 @@ def _backward(
     gradients: Sequence[Tensor | None],
     scale: float,
     needs: tuple[bool, ...],
-    blocks: _Blocks,
+    blocks: Blocks,
 ) -> tuple[Tensor | None, ...]:
     q, k, v, mask, mask_bias, pair_bias, gate = inputs
     acc = accumulate_dtype(q.dtype)

@@ -18,7 +18,7 @@ _LEAST_QUERIES = 64
 """Fewer query rows than this starve the matrix product; keys are cut before queries go below it."""
 
 
-_LEAST_SHARED = 1 << 22
+LEAST_SHARED = 1 << 22
 """Of fewer scores than this, threads that start operations by themselves would wait for Python's lock most of the time."""
 
 _PIECES = 4
@@ -59,7 +59,7 @@ def tiled_plan(problem: Problem, config: Config, threads: int = 1) -> TiledPlan:
     room = max(1, score_bytes // itemsize)
     k = _size(config.block_k, problem.lk, room // min(_LEAST_QUERIES, max(1, problem.lq)))
     q = _size(config.block_q, problem.lq, room // k)
-    threads = threads if problem.scores >= _LEAST_SHARED else 1
+    threads = threads if problem.scores >= LEAST_SHARED else 1
     if threads > 1:
         room = min(room, problem.scores // (_PIECES * threads))
     room //= k * max(q, problem.d + problem.c)

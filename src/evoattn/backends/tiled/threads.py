@@ -34,7 +34,7 @@ _least_normal = sys.float_info.min
 def available() -> int:
     """How many threads may share work: the number that torch has in this thread, or 1 where a thread cannot be limited."""
     threads = torch.get_num_threads()
-    return threads if threads > 1 and _can_be_limited() else 1
+    return threads if threads > 1 and can_be_limited() else 1
 
 
 @contextlib.contextmanager
@@ -130,7 +130,7 @@ if hasattr(os, "register_at_fork"):
 def _limit() -> bool:
     """Have this thread do its operations alone from now on; whether torch agrees that it does."""
     torch.get_num_threads()  # otherwise torch would set the number at the first operation
-    if None in _libraries():
+    if None in libraries():
         return False
     _limit_to(1, 1)
     return torch.get_num_threads() == 1
@@ -138,7 +138,7 @@ def _limit() -> bool:
 
 def _limit_to(openmp: int, mkl: int) -> int:
     """Set this thread's numbers of threads; MKL's that was before, of which 0 means that it has none of its own."""
-    set_openmp, set_mkl = _libraries()
+    set_openmp, set_mkl = libraries()
     if set_openmp is None or set_mkl is None:
         raise RuntimeError("the libraries that torch uses here cannot limit a thread")
     set_openmp(openmp)
@@ -146,14 +146,14 @@ def _limit_to(openmp: int, mkl: int) -> int:
 
 
 @functools.cache
-def _can_be_limited() -> bool:
+def can_be_limited() -> bool:
     """Tried once, in a thread that ends."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(_limit).result()
 
 
 @functools.cache
-def _libraries() -> tuple[Callable[[int], int] | None, Callable[[int], int] | None]:
+def libraries() -> tuple[Callable[[int], int] | None, Callable[[int], int] | None]:
     """omp_set_num_threads and MKL_Set_Num_Threads_Local of the libraries that torch uses."""
     if not torch.backends.mkl.is_available():
         return None, None

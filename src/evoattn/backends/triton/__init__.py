@@ -28,7 +28,7 @@ NAME = "triton"
 _MAX_CHANNELS = 256
 _OLDEST_CAPABILITY = (8, 0)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_INTERPRETED = (torch.float16, torch.float32)
+INTERPRETED = (torch.float16, torch.float32)
 _SMALLEST_TILE = 16
 _LARGEST_TILE = {"block_q": 256, "block_k": 128}
 
@@ -44,7 +44,7 @@ def availability() -> str | None:
 def _missing() -> str | None:
     if not installed("triton"):
         return "Triton is not installed: pip install triton (or triton-rocm for AMD)"
-    if _interprets() or torch.cuda.is_available():
+    if interprets() or torch.cuda.is_available():
         return None
     return "no GPU that torch can use; TRITON_INTERPRET=1 runs the kernels on the CPU, slowly, for tests"
 
@@ -52,15 +52,15 @@ def _missing() -> str | None:
 def unsupported(problem: Problem, config: Config) -> list[str]:
     """List all reasons why this backend refuses a problem; empty if it takes it."""
     reasons = []
-    if problem.device != "cuda" and not _interprets():
+    if problem.device != "cuda" and not interprets():
         reasons.append(f"needs tensors on a GPU, got device {problem.device}")
     if problem.capability is not None and problem.capability < _OLDEST_CAPABILITY:
         major, minor = problem.capability
         reasons.append(f"needs compute capability 8.0 or newer (Ampere), this card has {major}.{minor}")
-    if problem.device == "cpu" and _interprets():
+    if problem.device == "cpu" and interprets():
         dtypes = {x for x in (problem.dtype, problem.mask_bias, problem.pair_bias) if x in _DTYPES}
         reasons += [
-            f"Triton's interpreter computes {dtype_name(dtype)} wrongly" for dtype in dtypes if dtype not in _INTERPRETED
+            f"Triton's interpreter computes {dtype_name(dtype)} wrongly" for dtype in dtypes if dtype not in INTERPRETED
         ]
     if problem.dtype not in _DTYPES:
         reasons.append(f"takes float16, bfloat16 and float32, got {dtype_name(problem.dtype)}")
@@ -133,6 +133,6 @@ def _on_device(tensor: Tensor, plan: Callable[[], Plan]) -> Plan:
 
 
 @functools.cache
-def _interprets() -> bool:
+def interprets() -> bool:
     """Return whether Triton runs its kernels on the CPU; Triton too reads this once, when a kernel is defined."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")

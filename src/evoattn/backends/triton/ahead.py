@@ -38,7 +38,7 @@ Make = Callable[[], tuple[Plan, tuple[Any, ...]]]
 _COMPILES_AHEAD = hasattr(triton, "AsyncCompileMode")
 """Whether this Triton compiles kernels on other threads before they are launched; 3.3, which goes with torch 2.7, does not."""
 
-_LAUNCHERS_ARE_COMPILED = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
+LAUNCHERS_ARE_COMPILED = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
 """Whether Triton makes a launcher for each signature with the C compiler, as it does up to 3.6."""
 
 _loading = threading.Lock()
@@ -73,7 +73,7 @@ def _try_again(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         try:
             with ThreadPoolExecutor(1 if last else None) as threads:  # starts none if there is nothing to compile
                 # In a context of its own: Triton allows one mode, which the caller may have on.
-                _load(contextvars.Context().run(_compiled, run, arguments, threads), threads)
+                load(contextvars.Context().run(_compiled, run, arguments, threads), threads)
         except Exception as error:
             if last or not any(isinstance(cause, SystemError) for cause in _causes(error)):
                 raise
@@ -97,7 +97,7 @@ def _compiled(run: Callable[..., Any], arguments: tuple[Any, ...], threads: Thre
         return [kernel for kernel in dict.fromkeys(kernels) if kernel.module is None]
     except BaseException:
         for jitted, _ in launched:
-            _forget(jitted)
+            forget(jitted)
         raise
 
 
@@ -108,7 +108,7 @@ def _collect(launched: list[tuple[Any, Any]], mode: Any, run: Callable[..., Any]
         run(*arguments)
 
 
-def _forget(jitted: Any) -> None:
+def forget(jitted: Any) -> None:
     """Have Triton compile kernels again that failed: from 3.7 on it keeps the failure, and would raise it again."""
     for kernels, *_ in list(getattr(jitted, "device_caches", {}).values()):
         for key, kernel in list(kernels.items()):  # a copy: other threads may add kernels and forget them
@@ -116,7 +116,7 @@ def _forget(jitted: Any) -> None:
                 kernels.pop(key, None)
 
 
-def _load(kernels: list[Any], threads: ThreadPoolExecutor) -> None:
+def load(kernels: list[Any], threads: ThreadPoolExecutor) -> None:
     """Make the launchers of kernels, and bring their code to the current device.
 
     A launcher that the C compiler made is a Python module. All launchers have the same module name, and Python keeps one module
@@ -124,14 +124,14 @@ def _load(kernels: list[Any], threads: ThreadPoolExecutor) -> None:
     cache of compiled launchers, and kernels are loaded one at a time in the whole process.
     """
     with _loading:
-        if _LAUNCHERS_ARE_COMPILED:
-            for _ in threads.map(_compile_launcher, kernels):
+        if LAUNCHERS_ARE_COMPILED:
+            for _ in threads.map(compile_launcher, kernels):
                 pass  # what a thread raised is raised here
         for kernel in kernels:
             kernel.run  # noqa: B018 (the look-up loads it)
 
 
-def _compile_launcher(kernel: Any) -> None:
+def compile_launcher(kernel: Any) -> None:
     driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 

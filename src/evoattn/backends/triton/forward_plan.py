@@ -25,7 +25,7 @@ from evoattn.core.inputs import Inputs, Outputs
 from evoattn.core.problem import Problem, describe
 from evoattn.core.sizes import MIN_TILE, power_of_two
 
-_HAS_TENSOR_MAPS = importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
+HAS_TENSOR_MAPS = importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
 """Whether this Triton has descriptors that the host makes; 3.3, which goes with torch 2.7, has none."""
 
 
@@ -102,7 +102,7 @@ def _launches(
     b, n, h, lq, lk, d, c = problem.b, problem.n, problem.h, problem.lq, problem.lk, problem.d, problem.c
     qkv = [strided(x) for x in inputs.qkv]
     gate = None if inputs.gate is None else strided(inputs.gate)
-    maps = _HAS_TENSOR_MAPS and problem.capability is not None and problem.capability[0] == 9
+    maps = HAS_TENSOR_MAPS and problem.capability is not None and problem.capability[0] == 9
     maps = maps and pair is not None and loads_vectors(pair) and pair.shape[-2:] == (lq, lk) and pair.stride[-2] > 0
     grain_qkv, grain_gate = grain(*qkv), 1 if gate is None else grain(gate)
     grain_pair = 1 if maps else grain(pair)  # a map needs none: one variant less for every length

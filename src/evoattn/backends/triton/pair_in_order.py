@@ -33,7 +33,7 @@ _WORTH_A_STRIP = 64
 _ROWS_TO_DRIFT = 192
 """If fewer rows of a head fill the cache, programs that go through all of them read from memory what others have read."""
 
-_ROWS_WORTH_SPANS = 128
+ROWS_WORTH_SPANS = 128
 """Rows from which a kernel that finds the live ones first costs less than the others do."""
 
 _LEAST_ROWS = 32
@@ -100,7 +100,7 @@ def plan_in_order(call: BackwardCall, bias: Strided, by_query: Strided | None, *
     size_k = round_up(blocks_k * tiles.block_k if full_k else blocks_k, PAD)
     partial = contiguous((problem.b, splits, problem.h, size_q, size_k), torch.float32)
     spans = None
-    if call.key_bias is not None and problem.n >= _ROWS_WORTH_SPANS:
+    if call.key_bias is not None and problem.n >= ROWS_WORTH_SPANS:
         spans = plan_row_spans(call.key_bias, problem.b, problem.n, tiles.block_k)
     row_bytes = (problem.lq + problem.lk) * (problem.d + problem.c) * problem.dtype.itemsize
     rows = rows_of_a_turn(-(-problem.n // splits), row_bytes, splits, cache_bytes(call.device))

@@ -71,10 +71,10 @@ def units(tensor: Strided | None, axes: int, grain: int) -> tuple[int, ...]:
 
 def is_long(*tensors: Strided | None) -> bool:
     """Return whether offsets inside one (b, n, h) can pass 2**31 elements, so that kernels count them in 64 bits."""
-    return any(_extent(tensor) >= 1 << 31 for tensor in tensors if tensor is not None)
+    return any(extent(tensor) >= 1 << 31 for tensor in tensors if tensor is not None)
 
 
-def _extent(tensor: Strided) -> int:
+def extent(tensor: Strided) -> int:
     return sum((size + _MAX_TILE_ROWS) * step for size, step in zip(tensor.shape[-2:], tensor.stride[-2:], strict=True))
 
 

@@ -125,11 +125,11 @@ def run(arguments: argparse.Namespace) -> int:
         cards=local_cards() if arguments.arch is None else cards_of(arguments.arch),
         jobs=arguments.jobs or cores(),
     )
-    _check_folders(settings.cards)
+    check_folders(settings.cards)
     return warm(settings)
 
 
-def _check_folders(cards: tuple[Card, ...]) -> None:
+def check_folders(cards: tuple[Card, ...]) -> None:
     """Refuse folders that cannot be written, before minutes of compiling: evoattn's own and Triton's.
 
     Raises:
@@ -146,14 +146,14 @@ def _check_folders(cards: tuple[Card, ...]) -> None:
             if card.capability == (9, 0) and why_not("hopper") is None:
                 folders[VARIABLE] = own
             if why_not("triton") is None:
-                folders[_TRITON] = _triton_folder()
+                folders[_TRITON] = triton_folder()
     for variable, place in folders.items():
         with refusing_place(place, variable):
             place.mkdir(parents=True, exist_ok=True)
             try_to_write_in(place)
 
 
-def _triton_folder() -> Path:
+def triton_folder() -> Path:
     from triton import knobs
 
     return Path(knobs.cache.dir)
@@ -161,7 +161,7 @@ def _triton_folder() -> Path:
 
 def warm(settings: Settings) -> int:
     """Compile the kernels of these settings, print a table of them, and return the exit status."""
-    _tell_missing(settings.cards[0])
+    tell_missing(settings.cards[0])
     counts: dict[str, Counts] = {}
     unknown: list[str] = []
     interrupted, begun = False, time.monotonic()
@@ -181,7 +181,7 @@ def warm(settings: Settings) -> int:
     return 1 if unknown or _sum(counts, "failed") else 0
 
 
-def _tell_missing(card: Card) -> None:
+def tell_missing(card: Card) -> None:
     """Name each backend that a card could use and that is not installed. Refuse if none is."""
     with planned_for(card):
         missing = {name: why_not(name) for name in COMPILERS}
@@ -196,7 +196,7 @@ def _tell_missing(card: Card) -> None:
 
 def _find_all(settings: Settings, pool: Pool, unknown: list[str]) -> list[Launched]:
     """All kernels, each once, those of backwards first. Calls whose kernels cannot be found are told and added to `unknown`."""
-    tasks = [Task("evoattn.cli.warm.calls:find_all", chunk) for chunk in _chunks(settings)]
+    tasks = [Task("evoattn.cli.warm.calls:find_all", chunk) for chunk in chunks(settings)]
     kernels: dict[tuple[str, str], Launched] = {}
     with count_progress(len(tasks)) as count:
         for done, report in enumerate(pool.run(tasks), 1):
@@ -210,7 +210,7 @@ def _find_all(settings: Settings, pool: Pool, unknown: list[str]) -> list[Launch
     return sorted(kernels.values(), key=lambda one: (one.backend, not one.call.training))
 
 
-def _chunks(settings: Settings) -> Iterator[tuple[list[Call], Card]]:
+def chunks(settings: Settings) -> Iterator[tuple[list[Call], Card]]:
     """Yield calls of a card in chunks: all for the first card of an architecture, and for its others those that may differ."""
     seen: set[tuple[int, int]] = set()
     for card in settings.cards:

@@ -25,7 +25,7 @@ _FREE = 3
 _UNLIKE = 3
 """So many calls in a row that share fewer tensors than others before them are recorded none the less, with more copies."""
 
-_GAIN = 0.9
+GAIN = 0.9
 """A recording is used if a replay takes at most this share of the time of the call itself. Else it is memory for nothing."""
 
 
@@ -210,7 +210,7 @@ class CallKind:
         same = flat(results, device, call_tensors) == flat(replayed, device, replay_tensors)
         if not same or not all(map(same_bits, call_tensors, replay_tensors)):
             self.obstacle = "a replay of its recording returned something else"
-        elif replay_s > _GAIN * call_s:
+        elif replay_s > GAIN * call_s:
             self.obstacle = "a replay of its recording is not faster"
         self.checked = True
         if self.obstacle:

@@ -224,7 +224,7 @@ class _Scout(TorchDispatchMode):
             result = func.decompose(*args, **(kwargs or {}))
         if result is not NotImplemented:
             return result
-        drawn = torch.Tag.nondeterministic_seeded in func.tags and not _is_off(func, args)
+        drawn = torch.Tag.nondeterministic_seeded in func.tags and not is_off(func, args)
         leaves = _pytree.arg_tree_leaves(*args, **(kwargs or {}))
         if drawn and (not self._draws or any(isinstance(x, torch.Generator) for x in leaves)):
             raise NotCaptured(f"it draws random numbers ({func})")
@@ -249,7 +249,7 @@ class _Scout(TorchDispatchMode):
         return result
 
 
-def _is_off(func: Any, args: tuple[Any, ...]) -> bool:
+def is_off(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether an attention has dropout, and it is 0: torch counts such among what draws random numbers."""
     names = _names(func)
     if "dropout_p" not in names:

@@ -87,7 +87,7 @@ def triangle_multiplication(
         raise ValueError(f"direction must be 'outgoing' or 'incoming', got {direction!r}")
     _check(z, mask, weights, split)
     options = MultiplicationOptions(direction == "outgoing", float(eps), residual)
-    return _OPERATOR(z, mask, checking.cast(z, weights, p_in_weight), options, out, split)
+    return OPERATOR(z, mask, checking.cast(z, weights, p_in_weight), options, out, split)
 
 
 def _check(z: Tensor, mask: Tensor | None, weights: MultiplicationWeights, split: Split | None) -> None:
@@ -157,7 +157,7 @@ def _steps() -> Any:
     return steps
 
 
-_OPERATOR = Operator(
+OPERATOR = Operator(
     "triangle_multiplication",
     "z",
     MultiplicationWeights,

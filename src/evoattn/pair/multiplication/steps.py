@@ -28,7 +28,7 @@ from evoattn.pair.values import MultiplicationOptions, MultiplicationWeights
 _MOST_BYTES = 512
 """Of a row. The kernels hold it in the registers of one program, and the weights of a product in shared memory."""
 
-_SHARED_MEMORY = 163_840
+SHARED_MEMORY = 163_840
 """Bytes that a program needs for more than 128 channels."""
 
 _TILES = {
@@ -43,7 +43,7 @@ _TILES = {
 def takes(z: Tensor, weights: MultiplicationWeights) -> bool:
     """Return whether the kernels take weights of these sizes."""
     channels = power_of_two(max(weights.p_out_weight.shape))
-    fits = channels <= 128 or shared_memory_limit(z.device) >= _SHARED_MEMORY
+    fits = channels <= 128 or shared_memory_limit(z.device) >= SHARED_MEMORY
     return fits and channels * weights.product_dtype().itemsize <= _MOST_BYTES
 
 

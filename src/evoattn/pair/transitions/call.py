@@ -13,7 +13,7 @@ from evoattn.pair import checking
 from evoattn.pair.operators import Operator
 from evoattn.pair.values import TransitionOptions, TransitionWeights
 
-_CHUNK = 1 << 17
+CHUNK = 1 << 17
 """Rows that plain torch takes at a time in inference."""
 
 _OPTIONAL = frozenset(("norm_weight", "norm_bias", "a_bias", "b_weight", "b_bias", "out_bias"))
@@ -78,7 +78,7 @@ def transition(
     weights = TransitionWeights(norm_weight, norm_bias, a_weight, a_bias, b_weight, b_bias, out_weight, out_bias)
     _check(x, mask, activation, weights)
     weights = checking.cast(x, weights, a_weight)
-    return _OPERATOR(x, mask, weights, TransitionOptions(float(eps), residual), out)
+    return OPERATOR(x, mask, weights, TransitionOptions(float(eps), residual), out)
 
 
 def _check(x: Tensor, mask: Tensor | None, activation: str, weights: TransitionWeights) -> None:
@@ -109,18 +109,18 @@ def reference(
 
     If nothing records it, it takes some rows at a time: its hidden tensors would take several times the memory of x.
     """
-    if x.numel() <= _CHUNK * x.shape[-1] or not guards.only_computes() or checking.is_recorded(x, mask, *weights):
-        return _dense(x, mask, weights, options)
+    if x.numel() <= CHUNK * x.shape[-1] or not guards.only_computes() or checking.is_recorded(x, mask, *weights):
+        return dense(x, mask, weights, options)
     rows = x.reshape(-1, x.shape[-1])
     factors = None if mask is None else mask.expand(x.shape[:-1]).reshape(-1)
     result = rows.new_empty(rows.shape, dtype=checking.result_dtype(x, weights, options))
-    for first in range(0, rows.shape[0], _CHUNK):
-        part = slice(first, first + _CHUNK)
-        result[part] = _dense(rows[part], None if factors is None else factors[part], weights, options)
+    for first in range(0, rows.shape[0], CHUNK):
+        part = slice(first, first + CHUNK)
+        result[part] = dense(rows[part], None if factors is None else factors[part], weights, options)
     return result.view(x.shape)
 
 
-def _dense(x: Tensor, mask: Tensor | None, w: TransitionWeights, options: TransitionOptions) -> Tensor:
+def dense(x: Tensor, mask: Tensor | None, w: TransitionWeights, options: TransitionOptions) -> Tensor:
     y = checking.norm(x, w.norm_weight, w.norm_bias, options.eps).to(w.product_dtype())
     u = F.linear(y, w.a_weight, w.a_bias)
     u = F.relu(u) if w.b_weight is None else F.silu(u) * F.linear(y, w.b_weight, w.b_bias)
@@ -140,7 +140,7 @@ def _steps() -> Any:
     return steps
 
 
-_OPERATOR = Operator(
+OPERATOR = Operator(
     "transition",
     "x",
     TransitionWeights,

@@ -18,7 +18,7 @@ from evoattn.pair.launching import Tile, norm_parameters, or_zeros, start
 from evoattn.pair.transitions import kernels
 from evoattn.pair.values import TransitionOptions, TransitionWeights
 
-_CHUNK = 1 << 17
+CHUNK = 1 << 17
 """Rows for which the operands of the weights' gradients are in memory: 0.4 GiB for 512 hidden channels in 16 bits."""
 
 _MM_WIDENS = hasattr(torch.ops.aten.mm, "dtype")
@@ -109,7 +109,7 @@ def backward(
     """The gradient of x, and those of the weights, all of them or none. `saved` is empty."""
     dx = torch.empty_like(x)
     if needs_weights:
-        return dx, _with_weights(do, x, mask, weights, options, dx)
+        return dx, with_weights(do, x, mask, weights, options, dx)
     launch_backward(do, x, mask, weights, options, dx, None)
     return dx, None
 
@@ -129,12 +129,12 @@ def launch_backward(
     _launch("backward", kernels.backward_kernel, tensors, x, mask, weights, options, NEEDS_WEIGHTS=operands is not None)
 
 
-def _with_weights(
+def with_weights(
     do: Tensor, x: Tensor, mask: Tensor | None, w: TransitionWeights, options: TransitionOptions, dx: Tensor
 ) -> TransitionWeights:
     """Write the gradient of x, and return those of the weights: sums over chunks, in float32 if there are several."""
     rows, channels = x.shape
-    chunk, has_bias = min(rows, _CHUNK), w.a_bias is not None or w.b_bias is not None
+    chunk, has_bias = min(rows, CHUNK), w.a_bias is not None or w.b_bias is not None
     widths = (channels, channels, w.hidden, w.hidden * (1 if w.b_weight is None else 2))
     buffers = [torch.empty((chunk, n), dtype=w.product_dtype(), device=x.device) for n in widths]
     sums: list[Tensor] = []

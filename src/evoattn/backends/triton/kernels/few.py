@@ -300,7 +300,7 @@ def _common(
     lk, c = inputs.k.shape[-2], inputs.v.shape[-1]
     units = grain(*tensors.values())
     results = contiguous((b, n, h, max(lq, lk), max(d, c)), torch.float32)
-    extents = [_extent(x) for x in (*tensors.values(), *mask_strides.values(), dlse, results) if x is not None]
+    extents = [extent(x) for x in (*tensors.values(), *mask_strides.values(), dlse, results) if x is not None]
     tile = FewConstants(
         D=d,
         C=c,
@@ -324,6 +324,6 @@ def _common(
     return programs, {**views, "sizes": FewSizes(n, h, b * n * h, lq, lk, scale), "T": tile}
 
 
-def _extent(tensor: Strided) -> int:
+def extent(tensor: Strided) -> int:
     """Elements from the tensor's first to its last."""
     return sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))

@@ -21,7 +21,7 @@ _AT_ONCE = (1, 8, 16)
 _TILE_Q = 16
 _TILE_K = 64
 
-_MOST_IN_SERIES = 64
+MOST_IN_SERIES = 64
 """Tiles that one program adds up, each of all splits: torch, which adds in parallel, does it for more."""
 
 Grid = namedtuple("Grid", "blocks_q blocks_k splits units_q units_k before_q before_k turn rows")
@@ -182,7 +182,7 @@ def plan_total(shares: Strided, used: tuple[int, ...], result: Strided) -> Launc
     """
     b, heads, size_q, size_k = result.shape
     each = [size if axis == 1 else 1 for size, axis in zip((used[0], *used[2:]), result.shape, strict=True)]
-    if math.prod(each) > _MOST_IN_SERIES:
+    if math.prod(each) > MOST_IN_SERIES:
         return None
     blocks_q, blocks_k = math.ceil(size_q / _TILE_Q), math.ceil(size_k / _TILE_K)
     return total_kernel.plan(

@@ -66,7 +66,7 @@ class _Line:
     pair_short: Tiles | None = None
 
 
-_HOPPER: tuple[_Line, ...] = (
+HOPPER: tuple[_Line, ...] = (
     _Line(
         most=16,
         # .973 ms with the statistics at `template384`, 1.293 at `extra_msa_row`; with 168 registers 1.009 and 1.334.
@@ -122,14 +122,14 @@ _HOPPER: tuple[_Line, ...] = (
 )
 """16-bit inputs on compute capability 9.x, measured on an H200 (bfloat16)."""
 
-_HALF: tuple[_Line, ...] = (
+HALF: tuple[_Line, ...] = (
     _Line(32, Tiles(64, 32, 4, 2, rows=2), Tiles(32, 64, 4, 2), Tiles(64, 64, 8, 2), dq_only=Tiles(64, 32, 4, 2)),
     _Line(128, Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2), Tiles(64, 64, 8, 2)),
     _Line(256, Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(64, 64, 8, 1)),
 )
 """16-bit inputs elsewhere: compiled, not measured. No limits of registers, and no dK, dV with one warp: there they spill."""
 
-_FLOAT: tuple[_Line, ...] = (
+FLOAT: tuple[_Line, ...] = (
     # Three TF32 products a matmul: dQ 1.5 ms at tri384, where IEEE products take 4.7. Two rows take 1.3 and spill.
     _Line(32, Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2), Tiles(32, 64, 4, 2)),
     _Line(64, Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
@@ -139,18 +139,18 @@ _FLOAT: tuple[_Line, ...] = (
 """float32 inputs elsewhere: compiled, not measured. 65 to 128 channels spill up to 352 bytes in dK and dV, 416 in `pair`."""
 
 
-_FLOAT_HOPPER: tuple[_Line, ...] = (
-    # The whole backward, what `_FLOAT` has behind it: N = 384, D = 16 1.86 ms, 1.99
-    _Line(most=16, dq=_FLOAT[0].dq, dkdv=Tiles(32, 128, 8, 1), pair=_FLOAT[0].pair),
+FLOAT_HOPPER: tuple[_Line, ...] = (
+    # The whole backward, what `FLOAT` has behind it: N = 384, D = 16 1.86 ms, 1.99
+    _Line(most=16, dq=FLOAT[0].dq, dkdv=Tiles(32, 128, 8, 1), pair=FLOAT[0].pair),
     # dQ alone 2.85 ms at tri384, 3.14; dK and dV alone 3.07. Without a pair bias, N = 128, H 8, L = 512: 2.86 and 2.86, 2.97
-    _Line(most=32, dq=Tiles(128, 32, 8, 2, max_registers=128), dkdv=Tiles(32, 64, 4, 3), pair=_FLOAT[0].pair),
+    _Line(most=32, dq=Tiles(128, 32, 8, 2, max_registers=128), dkdv=Tiles(32, 64, 4, 3), pair=FLOAT[0].pair),
     # N = 128, L = 384, D = 64: dQ alone 1.77 ms, dK and dV alone 1.91, 2.09
-    _Line(most=64, dq=Tiles(128, 64, 8, 1), dkdv=Tiles(32, 128, 8, 1), pair=_FLOAT[1].pair),
+    _Line(most=64, dq=Tiles(128, 64, 8, 1), dkdv=Tiles(32, 128, 8, 1), pair=FLOAT[1].pair),
     # N = 24, L = 384, D = 128: dQ alone 1.29 ms, (64, 32) 1.42, IEEE products 4.64; dK and dV alone 1.26, one stage 1.43,
     # (32, 64) 1.50, IEEE 4.84; in a fixed order 1.88, IEEE 6.59, (64, 64) with one stage 1.74, but for queries that are left
     # over that spills 5 KB.
     _Line(most=128, dq=Tiles(32, 32, 4, 2), dkdv=Tiles(32, 32, 4, 2), pair=Tiles(16, 32, 4, 2)),
-    _FLOAT[3],
+    FLOAT[3],
 )
 """float32 inputs on compute capability 9.x, measured on an H200."""
 
@@ -158,8 +158,8 @@ _FLOAT_HOPPER: tuple[_Line, ...] = (
 def _table(problem: Problem) -> tuple[_Line, ...]:
     major = 0 if problem.capability is None else problem.capability[0]
     if problem.dtype == torch.float32:
-        return _FLOAT_HOPPER if major == 9 else _FLOAT
-    return _HOPPER if major == 9 else _HALF
+        return FLOAT_HOPPER if major == 9 else FLOAT
+    return HOPPER if major == 9 else HALF
 
 
 def backward_tiles(problem: Problem, config: Config, shared_limit: int) -> BackwardTiles:

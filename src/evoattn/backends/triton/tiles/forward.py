@@ -24,24 +24,24 @@ D = 128 0.222, 0.265; float32, D = 64 0.588, 0.627 (four 0.606), D = 32 0.303, 0
 _Family = tuple[tuple[int, Tiles], ...]
 """The first line whose number holds the channels."""
 
-_HALF: _Family = (
+HALF: _Family = (
     (64, Tiles(64, 64, 4, 3)),
     (128, Tiles(64, 32, 4, 3)),
     (256, Tiles(64, 32, 8, 2)),
 )
 """16-bit inputs; mma.sync keeps more registers alive than wgmma."""
 
-_HALF_BLACKWELL: _Family = ((32, Tiles(128, 32, 4, 3)), *_HALF[:2], (256, Tiles(32, 32, 4, 2)))
+HALF_BLACKWELL: _Family = ((32, Tiles(128, 32, 4, 3)), *HALF[:2], (256, Tiles(32, 32, 4, 2)))
 """16-bit inputs on compute capability 10: what does not spill."""
 
-_FLOAT: _Family = (
+FLOAT: _Family = (
     (32, Tiles(64, 32, 4, 2)),
     (64, Tiles(32, 32, 4, 2)),
     (256, Tiles(32, 32, 8, 1)),
 )
 """float32 inputs; chosen so that nothing spills, unless keys are left over: then with 65 to 128 channels some 900 bytes."""
 
-_FLOAT_BLACKWELL: _Family = (_FLOAT[0], (64, Tiles(64, 32, 8, 2)), *_FLOAT[2:])
+FLOAT_BLACKWELL: _Family = (FLOAT[0], (64, Tiles(64, 32, 8, 2)), *FLOAT[2:])
 
 _FEW_QUERIES = 64
 _LONG = 384
@@ -111,7 +111,7 @@ def _table(problem: Problem) -> Tiles:
     full = problem.dtype == torch.float32
     if major == 9:
         return (_hopper_float if full else _hopper_half)(problem, channels)
-    family = (_FLOAT_BLACKWELL if full else _HALF_BLACKWELL) if major == 10 else (_FLOAT if full else _HALF)
+    family = (FLOAT_BLACKWELL if full else HALF_BLACKWELL) if major == 10 else (FLOAT if full else HALF)
     return next(tiles for most, tiles in family if channels <= most)
 
 

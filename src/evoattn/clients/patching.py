@@ -320,7 +320,7 @@ class _Part(NamedTuple):
 
 
 def _parts(of: Client, layers: bool = True, graphs: bool = True) -> list[_Part]:
-    """What is replaced, in order: layers over the attention, steps over both. Each passes on what it does not know."""
+    """Return what is replaced, in order: attention, layers over it, steps over both. Each passes on what it does not know."""
     parts = [_Part("attention", of.sites, of.values)]
     return parts + [_Part("layers", of.layers)] * layers + [_Part("steps", of.steps)] * graphs
 

@@ -29,7 +29,7 @@ _ENOUGH = 3
 """With so many cores to spare there are workers though nobody asks: each takes seconds of a core to start."""
 
 _NICENESS = 10
-"""How much nicer a worker is than its caller: it gets a tenth of the time of a core that it shares."""
+"""The niceness of a worker above its caller's: it gets a tenth of the time of a core that it shares."""
 
 IDLE_S = 60.0
 """Seconds without a kernel after which a worker ends. It holds 400 MB of memory."""
@@ -129,7 +129,7 @@ def _shared_folder(backend: str) -> Path | None:
 
 
 def _worker_limit() -> int:
-    """How many workers this process may have: as many as the user says, up to as many as help and as there are cores for.
+    """Return how many workers this process may have: as many as the user says, but no more than help or than spare cores.
 
     torchrun says how many processes share the cores. One of their cores is this process's own.
     """

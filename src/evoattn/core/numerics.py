@@ -106,7 +106,7 @@ def key_bias(mask: Tensor | None, mask_bias: Tensor | None, dtype: torch.dtype) 
 
 
 def query_shift(pair_bias: Tensor, key_bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What the pair bias of each query is measured from, `[b|1, n|1, h|1, q|1, 1]`, without a gradient.
+    """Return the number that the pair bias of each query is measured from, `[b|1, n|1, h|1, q|1, 1]`, without a gradient.
 
     It is the largest sum of pair bias and key bias (`key_bias`) if that is finite and beyond NEAR, else 0. So a key that a mask
     switches off does not count. It is an estimate of the largest score, before there are scores. For a query that a pair bias

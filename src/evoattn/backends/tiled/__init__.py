@@ -114,7 +114,7 @@ def plan_backward(
 
 
 class Blocks:
-    """How a problem is cut, for as many threads as torch has when it runs; on a GPU nothing is shared."""
+    """The blocks of a problem, for as many threads as torch has when it runs; on a GPU no work is shared."""
 
     def __init__(self, problem: Problem, config: Config) -> None:
         self.problem, self.config = problem, config

@@ -34,7 +34,7 @@ class Share:
 
     @property
     def wanted(self) -> bool:
-        """Whether a bias has a gradient."""
+        """True if the gradient of a bias is wanted."""
         return self._mask is not None or self._pair is not None
 
     def add(self, ds: Tensor, rows: Rows, qs: slice, ks: slice) -> None:
@@ -54,7 +54,7 @@ class Share:
         self._own.clear()
 
     def _sums(self, name: str, gradient: Tensor) -> Tensor:
-        """Where to add: the gradient itself, or sums of this share."""
+        """Return the tensor to add to: the gradient itself, or sums of this share."""
         if name not in self._shared:
             return gradient
         if name not in self._own:
@@ -78,7 +78,7 @@ def shares(rows: Sequence[Rows], count: int, dmask_bias: Tensor | None, dpair_bi
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What the shares of a backward are made of, and written to. Threads share it.
+    """The tensors that the shares of a backward read and write. Threads share it.
 
     Args:
         scores: of the problem.

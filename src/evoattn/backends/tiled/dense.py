@@ -27,7 +27,7 @@ _MOST_SCORES = 1 << 21
 
 
 def fits(problem: Problem) -> bool:
-    """Whether a call is small. Narrow dtypes are not: dense attention holds their scores in half as many bytes."""
+    """Return whether a problem is small enough for dense attention. In 16 bits none is: its scores would be rounded."""
     p = problem
     channels = p.b * p.n * p.h * max(p.lq, p.lk) * max(p.d, p.c)  # of q, k or v, of which dense attention makes copies
     few = 0 < p.scores <= _MOST_SCORES and channels <= max(_MOST_CHANNELS, p.scores)

@@ -20,7 +20,7 @@ Part = tuple[slice, slice, slice, slice]
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """What the scores of every piece are made of. Threads share it, and nothing in it changes.
+    """The tensors and settings from which the scores of every block are computed. Threads share it, and it does not change.
 
     Args:
         plan: block sizes.
@@ -85,7 +85,7 @@ def statistic(m: Tensor, l: Tensor, query_shift: Tensor | None) -> tuple[Tensor,
 
 
 def subtrahends(lse: Tensor, reference: Tensor, query_shift: Tensor | None) -> tuple[Tensor, ...]:
-    """What scores have subtracted before exp2 gives P, `[b,n,h,q]` each, one after the other.
+    """Return what is subtracted from scores before exp2 gives P, `[b,n,h,q]` each, one after the other.
 
     The last is +inf for a query that attends to nothing. The two numbers of the statistic are added up if that costs no digits.
     """
@@ -102,7 +102,7 @@ def _in_log2(reference: Tensor, query_shift: Tensor | None) -> Tensor:
 
 
 def is_plain(pair_bias: Tensor, key_bias: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether a pair bias can be added as it is: it is large for no query, and log2 e times it is infinite nowhere.
+    """Return whether a pair bias can be added as it is: large for no query, and finite if multiplied by log2 e.
 
     A GPU is not asked, since the answer would have to be waited for.
     """
@@ -119,7 +119,7 @@ def is_plain(pair_bias: Tensor, key_bias: Tensor | None, dtype: torch.dtype) -> 
 
 
 def _every_query_has_a_near_key(pair_bias: Tensor, key_bias: Tensor) -> bool:
-    """Whether each query of each row has a key where both biases are near 0, if it has keys at all."""
+    """Return whether each query of each row that has keys has one where both biases are near 0."""
     pair = pair_bias.flatten(1, 2).expand(-1, -1, key_bias.shape[-1])  # [b|1,hq,k]
     near_rows, near_queries = ((x > -NEAR / 2).float() for x in (key_bias, pair))
     near = torch.matmul(near_rows, near_queries.transpose(1, 2)) > 0  # [b|1,n|1,hq]

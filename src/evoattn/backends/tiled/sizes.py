@@ -1,4 +1,4 @@
-"""How the tiled backend cuts a problem: pure arithmetic on sizes."""
+"""Block sizes of the tiled backend: arithmetic on the sizes of a problem."""
 
 from __future__ import annotations
 

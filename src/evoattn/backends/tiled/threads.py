@@ -32,7 +32,7 @@ _least_normal = sys.float_info.min
 
 
 def available() -> int:
-    """How many threads may share work: the number that torch has in this thread, or 1 where a thread cannot be limited."""
+    """Return how many threads may share work: as many as torch has in this thread, or 1 if they cannot be limited."""
     threads = torch.get_num_threads()
     return threads if threads > 1 and can_be_limited() else 1
 
@@ -94,7 +94,7 @@ def _work(worker: Callable[[Iterator[Piece]], None], left: collections.deque[Pie
 
 
 def _flushes_denormals() -> bool:
-    """Whether this thread takes denormal numbers for 0. torch does not tell, so half of the least normal number does."""
+    """Return whether this thread flushes denormal numbers to 0. torch does not tell, so half the least normal number does."""
     return _least_normal * 0.5 == 0.0
 
 

@@ -36,10 +36,10 @@ from evoattn.core import devices
 Make = Callable[[], tuple[Plan, tuple[Any, ...]]]
 
 _COMPILES_AHEAD = hasattr(triton, "AsyncCompileMode")
-"""Whether this Triton compiles kernels on other threads before they are launched; 3.3, which goes with torch 2.7, does not."""
+"""True if this Triton compiles kernels on other threads before they are launched; 3.3, which goes with torch 2.7, does not."""
 
 LAUNCHERS_ARE_COMPILED = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
-"""Whether Triton makes a launcher for each signature with the C compiler, as it does up to 3.6."""
+"""True if Triton makes a launcher for each signature with the C compiler, as it does up to 3.6."""
 
 _loading = threading.Lock()
 

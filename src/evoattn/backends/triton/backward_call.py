@@ -1,4 +1,4 @@
-"""What every kernel of a backward is planned from: sizes, strides and tiles, and the arguments that follow from them."""
+"""The facts from which the kernels of a backward are planned: sizes, strides, tiles, and arguments that follow from them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from evoattn.core.problem import Problem, describe
 from evoattn.core.sizes import MIN_TILE, power_of_two
 
 HAS_TENSOR_MAPS = importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
-"""Whether this Triton has descriptors that the host makes; 3.3, which goes with torch 2.7, has none."""
+"""True if this Triton has descriptors that the host makes; 3.3, which goes with torch 2.7, has none."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from evoattn.backends.triton.cards import on_amd
 from evoattn.backends.triton.strides import Strided
 
 _OPTIONS = {"enable_fp_fusion": True}
-"""What every kernel is compiled with. Triton 3.9 warns that products and sums will not be fused by default from 3.10 on."""
+"""Compiler options of every kernel. Triton 3.9 warns that products and sums will not be fused by default from 3.10 on."""
 
 _MAP_ALIGNMENT = 16
 

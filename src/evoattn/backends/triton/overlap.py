@@ -32,7 +32,7 @@ from evoattn.backends.triton import cards
 from evoattn.backends.triton.launch import Launch
 
 OVERLAPS = hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
-"""Whether this Triton has the two instructions; 3.3, which goes with torch 2.7, has not."""
+"""True if this Triton has the two instructions; 3.3, which goes with torch 2.7, has not."""
 
 _FIRST_CAPABILITY = (9, 0)
 

@@ -80,6 +80,8 @@ def backward_kernel(
     """One program owns BLOCK_R rows. It normalises them, loops over the hidden channels, which it computes again, and sums the
     gradient of the norm in registers. It writes dx once. For the weights it writes the operands of their products, y, d = mask
     do, u and (da, db), and its sums over rows of dy * x, of dy and of d.
+
+    More than 60 lines: its parts share the tiles that stay in registers over the loop, and their offsets.
     """
     start = tl.program_id(0).to(tl.int64) * BLOCK_R
     o_r, o_c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)

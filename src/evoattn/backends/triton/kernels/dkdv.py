@@ -27,7 +27,7 @@ Variant = namedtuple(
     "GRAIN_PAIR HAS_PAIR MASK_PAIR PAIR_TRANSPOSED NEED_DK NEED_DV MASK_MODE SEED DISTANT_ONLY WAIT",
     defaults=[0],
 )
-"""What the kernel is compiled for, besides `CallConstants`.
+"""Compile-time constants of the kernel, besides `CallConstants`.
 
 PAIR_TRANSPOSED: the innermost axis of the pair bias is that of queries.
 MASK_MODE: the mask-bias gradient is summed in memory ("add"), stored ("store") or dropped ("none").

@@ -20,7 +20,7 @@ Variant = namedtuple(
     "DISTANT_ONLY WAIT",
     defaults=[0],
 )
-"""What the kernel is compiled for, besides `CallConstants`.
+"""Compile-time constants of the kernel, besides `CallConstants`.
 
 MAKE_STATS: it writes the statistics of its queries, which it otherwise reads.
 WAITS_FOR_DO: the kernel before writes dO, so this one waits for it before it loads dO.

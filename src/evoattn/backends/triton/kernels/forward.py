@@ -39,7 +39,7 @@ Variant = namedtuple(
     "HEADS_INSIDE TENSOR_MAP FOLD PRECISION LONG WAIT",
     defaults=[0],
 )
-"""What the kernel is compiled for.
+"""Compile-time constants of the kernel.
 
 D and C are channels of keys and values, BLOCK_D and BLOCK_C the powers of two that hold them. TAIL_K: keys of the ragged last
 tile. HEADS_INSIDE: o is [b,n,q,h,c] in memory. FOLD: see `scores`. LONG: offsets are 64 bits long. WAIT: see `overlap`.

@@ -30,7 +30,7 @@ Grid = namedtuple("Grid", "blocks_q blocks_k splits units_q units_k before_q bef
 Variant = namedtuple(
     "Variant", "TILE_Q TILE_K GOES_ON HAS_SPANS GRAIN_PAIR MASK_PAIR FULL_Q FULL_K DISTANT_ONLY WAIT", defaults=[0]
 )
-"""What the kernel is compiled for, besides `CallConstants`.
+"""Compile-time constants of the kernel, besides `CallConstants`.
 
 FULL_Q, FULL_K: the pair bias has the axis.
 DISTANT_ONLY: a launch of its own adds what distant queries give (`backward.store_statistics`), if there are any.

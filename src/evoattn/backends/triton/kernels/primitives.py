@@ -20,7 +20,7 @@ DISTANT = tl.constexpr(3e38)
 Its P becomes 0 in the first launch. A second launch, with DISTANT_ONLY, computes it.
 """
 FLOOR = tl.constexpr(-1e38)
-"""Where a running max starts: below every finite score, yet finite (see online_softmax)."""
+"""The start of a running max: below every finite score, yet finite (see online_softmax)."""
 ULP = tl.constexpr(2.0**-23)
 """From 1.0 to the next float32 number."""
 

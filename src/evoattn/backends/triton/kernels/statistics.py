@@ -20,7 +20,7 @@ _GATE_ELEMENTS = 2048
 """Elements of a tile, at most, if there is a gate too: with more, 128 channels spill on every card."""
 
 Variant = namedtuple("Variant", "C BLOCK_C BLOCK_Q GRAIN HAS_DLSE HAS_PAIR GATED_DO DGATE LONG WAIT", defaults=[0])
-"""What the kernel is compiled for. GATED_DO, DGATE: which of the two it writes."""
+"""Compile-time constants of the kernel. GATED_DO, DGATE: it writes this one."""
 
 
 @kernel

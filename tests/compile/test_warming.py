@@ -52,7 +52,7 @@ def on_cpu(call: Call) -> Inputs:
 
 def planned(call: Call, backend: Any) -> tuple[Any, tuple[Any, ...]]:
     """The plan that a call on the CPU would have if that were the card, made by the backend itself, and what it runs with."""
-    inputs = canonicalise(on_cpu(call), "bnhld").inputs
+    inputs = canonicalise(on_cpu(call), "bnhld")[0]
     outputs = empty_outputs(inputs, "bnhld")
     options: dict[str, Any] = {"scale": 1.0, "layout": "bnhld", "config": Config()}
     if not call.training:

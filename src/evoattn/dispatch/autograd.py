@@ -6,9 +6,10 @@ the same two functions; its tensors have canonical axes.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from evoattn.core.inputs import Cotangents, Inputs, Outputs, SavedProbabilities
 from evoattn.core.layouts import Columns, columns_of, empty_gradients
 from evoattn.core.problem import GRADIENTS, Needs
 from evoattn.dispatch import lookup, operators
-from evoattn.dispatch.axes import CANONICAL, Axes
+from evoattn.dispatch.axes import CANONICAL, Axes, canonicalise
 from evoattn.dispatch.checks import check_no_tangent
 from evoattn.dispatch.lookup import BackwardPass, Options
 
@@ -26,39 +27,37 @@ Gradients = tuple[Tensor | None, ...]
 """In the order of `problem.GRADIENTS`; None for one that is not wanted."""
 
 
-class Call(Protocol):
-    """The forward of a backward."""
+@dataclasses.dataclass(eq=False)
+class OperatorCall:
+    """A call through the operator, by views that autograd knows of. Its backward has canonical axes.
 
-    @property
-    def options(self) -> Options:
-        """Settled."""
+    Args:
+        options: of the call, settled.
+        casts: True if it was prepared under autocast. Its inputs then had autocast's dtype already.
+    """
+
+    options: Options
+    casts: bool
+
+    def __call__(self, inputs: Inputs) -> Any:
+        """Return o, lse and reference in the user's axes."""
+        folded, axes = canonicalise(inputs, self.options.layout)
+        o, lse, reference = operators.forward(*operators.arguments_of(folded, self.options))
+        return Outputs(axes.restore_queries(o), axes.restore_statistic(lse), axes.restore_statistic(reference))
 
     @property
     def backend(self) -> str:
         """The backend that saved the outputs."""
-
-    def key(self, inputs: Inputs) -> Hashable:
-        """Tell the backward of this call from others; None if it cannot be told, because sizes may be symbols of a trace."""
-
-    def canonicalise(self, work: BackwardPass) -> tuple[BackwardPass, Axes]:
-        """Return the backward in the canonical axes of its forward, and the way back."""
-
-
-class _Operator(NamedTuple):
-    """A call of the operator; its tensors have canonical axes."""
-
-    options: Options
-
-    @property
-    def backend(self) -> str:
         return self.options.backend
 
     def key(self, inputs: Inputs) -> Hashable:
+        """Tell the backward of this call from others; None if it cannot be told, because sizes may be symbols of a trace."""
         if guards.autocasts() is None:
             return None
         return inputs.q.shape, inputs.k.shape, tuple([x is None for x in inputs]), self.options
 
     def canonicalise(self, work: BackwardPass) -> tuple[BackwardPass, Axes]:
+        """Return the backward in the canonical axes of its forward, and the way back."""
         return work, CANONICAL
 
 
@@ -76,7 +75,7 @@ def same_memory(x: Tensor | None, canonical: Tensor | None) -> bool:
     return has_all and canonical.numel() > 0 and x.data_ptr() == canonical.data_ptr()
 
 
-def _save(ctx: Any, inputs: Inputs, outputs: Outputs | SavedProbabilities, call: Call) -> None:
+def _save(ctx: Any, inputs: Inputs, outputs: Outputs | SavedProbabilities, call: OperatorCall) -> None:
     """Keep what the backward needs."""
     ctx.call = call
     ctx.set_materialize_grads(False)
@@ -110,7 +109,7 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: Needs) -
     return _by_operator(call, work) if run is None else run(work)
 
 
-def _recall(call: Call, work: BackwardPass) -> Callable[[BackwardPass], Gradients] | None:
+def _recall(call: OperatorCall, work: BackwardPass) -> Callable[[BackwardPass], Gradients] | None:
     """Return a function that runs the plan of this backward and of later equal ones; None if the operator must run it."""
     identity = call.key(work.inputs)
     if identity is None:
@@ -136,7 +135,7 @@ def _columns(work: BackwardPass) -> tuple[list[Tensor], Columns | None]:
 
 
 def _prepare(
-    call: Call, work: BackwardPass, joined: list[Tensor], columns: Columns | None
+    call: OperatorCall, work: BackwardPass, joined: list[Tensor], columns: Columns | None
 ) -> Callable[[BackwardPass], Gradients] | None:
     """Plan a backward; None if its canonical tensors are no views of the same elements.
 
@@ -151,7 +150,7 @@ def _prepare(
     if isinstance(work.outputs, SavedProbabilities):  # only its own backend reads it
         folded = folded._replace(options=work.options._replace(backend=call.backend))
     if columns is not None:
-        folded = folded._replace(into=axes.fold_written(_four(columns.make(joined, "meta"))))
+        folded = folded._replace(into=axes.fold_written((*columns.make(joined, "meta"), None)[:4]))
     plan = lookup.find_plan(folded)
     written = axes.restore_written(empty_gradients(folded.inputs, work.options.layout, work.needs, "meta"))
     allocators = [None if x is None else allocator(x) for x in written]
@@ -161,7 +160,7 @@ def _prepare(
         inputs = work.inputs
         device = inputs.q.device
         if columns is not None and plan.writes_into:
-            written = _four(columns.make((*inputs.qkv, inputs.gate)[:count]))  # type: ignore[arg-type]
+            written = (*columns.make((*inputs.qkv, inputs.gate)[:count]), None)[:4]  # type: ignore[arg-type]
         else:
             written = tuple([None if allocate is None else allocate(device) for allocate in allocators])
         dq, dk, dv, dgate = written
@@ -171,12 +170,7 @@ def _prepare(
     return run
 
 
-def _four(gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
-    """Return dq, dk, dv and dgate, None for a gate that has none."""
-    return (*gradients, None) if len(gradients) == 3 else tuple(gradients)
-
-
-def _by_operator(call: Call, work: BackwardPass) -> Gradients:
+def _by_operator(call: OperatorCall, work: BackwardPass) -> Gradients:
     """Return the gradients by the operator, which torch can trace and transform, and which refuses a second derivative.
 
     It starts from the statistic. If the forward saved the probabilities, it runs again.
@@ -234,7 +228,7 @@ record: Callable[..., Any] = super(torch.autograd.Function, EvoformerAttention).
 
 def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     tensors, options = operators.values_of(inputs)
-    _save(ctx, tensors, Outputs(*output), _Operator(options))
+    _save(ctx, tensors, Outputs(*output), OperatorCall(options, False))
 
 
 def _differentiate_operator(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> Gradients:

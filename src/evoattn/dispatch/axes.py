@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,15 +117,8 @@ CANONICAL = Axes((), (0,), (1,))
 """The identity, for tensors that already have canonical axes."""
 
 
-class Canonical(NamedTuple):
-    """Canonical tensors (axes in `evoattn.backends`) and the way between them and the axes that they came from."""
-
-    inputs: Inputs
-    axes: Axes
-
-
-def canonicalise(inputs: Inputs, layout: str = "bnhld", *, narrow: bool = True) -> Canonical:
-    """Bring valid tensors to canonical axes.
+def canonicalise(inputs: Inputs, layout: str = "bnhld", *, narrow: bool = True) -> tuple[Inputs, Axes]:
+    """Return valid tensors in canonical axes (`evoattn.backends`), and the way between these and the user's.
 
     Args:
         inputs: q, k and v in the user's layout with at least one leading axis, k and v perhaps of a single head; mask and
@@ -153,7 +145,7 @@ def canonicalise(inputs: Inputs, layout: str = "bnhld", *, narrow: bool = True) 
     masks = [None if x is None else _fold_key_axes(key_axes(x, q), axes, keys, q.dtype) for x in (mask, mask_bias)]
     folded_pair = None if pair_bias is None else axes.fold(pair_bias).squeeze(1)
     folded_gate = None if gate is None else axes.fold_queries(gate)
-    return Canonical(Inputs(folded_q, folded_k, folded_v, masks[0], masks[1], folded_pair, folded_gate), axes)
+    return Inputs(folded_q, folded_k, folded_v, masks[0], masks[1], folded_pair, folded_gate), axes
 
 
 def _is_one_query_of_shared_keys(inputs: Inputs, layout: str) -> bool:

@@ -21,8 +21,8 @@ from evoattn.core.inputs import Cotangents, Inputs, Outputs, SavedProbabilities
 from evoattn.core.layouts import empty_outputs
 from evoattn.core.numerics import natural_lse, row_shift
 from evoattn.core.problem import Needs
-from evoattn.dispatch import autograd, distributed, lookup, operators
-from evoattn.dispatch.autograd import allocator, same_memory
+from evoattn.dispatch import autograd, distributed, lookup
+from evoattn.dispatch.autograd import OperatorCall, allocator, same_memory
 from evoattn.dispatch.axes import Axes, canonicalise, key_axes
 from evoattn.dispatch.checks import check_arguments, compute_dtype
 from evoattn.dispatch.lookup import BackwardPass, ForwardPass, Options, RefusalError
@@ -62,20 +62,17 @@ tuned_tiles.listeners.append(forget)
 
 
 @dataclasses.dataclass(eq=False)
-class DirectCall:
-    """A call that runs its plan, with tensors in the user's axes.
+class DirectCall(OperatorCall):
+    """A call that runs its plan in place of the operator. Its backward has the user's axes.
 
     Args:
-        options: of the call, settled.
-        casts: True if it was planned under autocast. Its inputs then had autocast's dtype already.
+        options, casts: as there.
         records: whether autograd records the call.
         plan: of the forward.
         saves_p: whether the plan may save the probabilities in place of the statistic.
         make_o, make_lse: allocate the outputs on the device of a tensor; the reference is like lse.
     """
 
-    options: Options
-    casts: bool
     records: bool
     plan: Plan
     saves_p: bool
@@ -101,15 +98,12 @@ class DirectCall:
 
     @property
     def backend(self) -> str:
-        """The backend of the forward."""
         return self.plan.backend
 
     def key(self, inputs: Inputs) -> DirectCall:
-        """Tell this call's backward from others."""
         return self
 
     def canonicalise(self, work: BackwardPass) -> tuple[BackwardPass, Axes]:
-        """Return the backward in canonical axes, and the way back."""
         folded, axes = canonicalise(work.inputs, self.options.layout, narrow=not work.needs.pair_bias)
         (do, dlse), saved = work.cotangents, work.outputs
         do, o = (None if x is None else axes.fold_queries(x) for x in (do, saved.o))
@@ -120,21 +114,7 @@ class DirectCall:
         return work._replace(inputs=folded, cotangents=cotangents, outputs=outputs), axes
 
 
-@dataclasses.dataclass(eq=False)
-class OperatorCall:
-    """A call through the operator, by views that autograd knows of. `options` and `casts` are as in `DirectCall`."""
-
-    options: Options
-    casts: bool = False
-
-    def __call__(self, inputs: Inputs) -> Outputs:
-        """Return the outputs in the user's axes."""
-        folded, axes = canonicalise(inputs, self.options.layout)
-        o, lse, reference = operators.forward(*operators.arguments_of(folded, self.options))
-        return Outputs(axes.restore_queries(o), axes.restore_statistic(lse), axes.restore_statistic(reference))
-
-
-def recall(inputs: Inputs, options: Options) -> DirectCall | OperatorCall | None:
+def recall(inputs: Inputs, options: Options) -> OperatorCall | None:
     """Return the call that an earlier one with equal shapes, dtypes, strides and settings has led to, else None.
 
     Return None, too, if torch must see the operator, as in a trace, and if autocast would cast an input.
@@ -148,13 +128,13 @@ def recall(inputs: Inputs, options: Options) -> DirectCall | OperatorCall | None
     return None if call is None or (call.casts and _would_cast(inputs)) else call
 
 
-def _prepare(inputs: Inputs, options: Options) -> DirectCall | OperatorCall:
+def _prepare(inputs: Inputs, options: Options) -> OperatorCall:
     """Return the call for arguments that have been checked, and remember it for later ones."""
     settled = options.settled()
     tensors = [x for x in inputs if x is not None]
     casts = None if guards.is_seen() else guards.autocasts()
     if casts is None or (casts and _would_cast(inputs)) or not guards.ordinary(tensors):
-        return OperatorCall(settled)
+        return OperatorCall(settled, False)
     call = _prepare_direct(inputs, settled, casts, options.return_lse) or OperatorCall(settled, casts)
     if options.scale.__class__ in _SCALES:
         guards.remember(_key(inputs, options), tensors, call)

@@ -37,7 +37,7 @@ def forget(*, torch_too: bool = False) -> None:
 def canonical(inputs: Inputs) -> CallTensors:
     """Return the tensors as a backend gets them (`evoattn.backends`), as views where their strides allow it."""
     q, k, v, mask, mask_bias, pair_bias = inputs.q, inputs.k, inputs.v, inputs.mask, inputs.mask_bias, inputs.pair_bias
-    return canonicalise(CallTensors(q, k, v, mask, mask_bias, pair_bias, inputs.gate), inputs.case.layout).inputs
+    return canonicalise(CallTensors(q, k, v, mask, mask_bias, pair_bias, inputs.gate), inputs.case.layout)[0]
 
 
 def chosen(problem: Problem, backend: str = "auto", config: Config | None = None) -> tuple[str, dict[str, list[str]]]:

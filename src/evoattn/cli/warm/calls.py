@@ -68,7 +68,7 @@ class Call:
     def make(self) -> tuple[Plan, tuple[Any, ...]]:
         """Make its plan for the current card, and the arguments of the plan's `run`."""
         options = Options(1.0 if self.attention.scaled else None, _LAYOUT).settled()
-        inputs = canonicalise(self.inputs(), _LAYOUT).inputs
+        inputs = canonicalise(self.inputs(), _LAYOUT)[0]
         outputs = empty_outputs(inputs, _LAYOUT)
         if not self.training:
             return lookup.find_plan(ForwardPass(inputs, options)), (inputs, outputs)

@@ -206,17 +206,8 @@ class Means(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        o: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask_bias: Tensor,
-        pair_bias: Tensor | None,
-        empty: Tensor,
-        attended: Tensor,
-        scale: float,
-    ) -> Tensor:
+    def forward(*inputs: Any) -> Tensor:
+        o, _, _, v, _, _, empty, attended, _ = inputs
         return torch.where(empty, _mean(v, attended).to(o.dtype), o)
 
     @staticmethod

@@ -25,10 +25,10 @@ def forward_pieces(pieces: Iterator[Part], scores: Scores, inputs: Inputs, outpu
             rows = part[:3]
             k_, v_ = (stack(x[rows], scores.dtype) for x in (k, v))  # [g,l,d], g = b*n*h of this piece
         q_, query_shift = stack(q[part], scores.dtype), scores.query_shift(part)
-        running = _OnlineSoftmax()
+        sums: tuple[Tensor, ...] = ()
         for ks in spans(k.shape[-2], plan.k):
-            running.add(scores.block(buffer, part, ks, q_, k_[:, ks], query_shift), v_[:, ks])
-        m, l, o_ = (unflatten(x, part) for x in running.sums)
+            sums = _online_softmax(sums, scores.block(buffer, part, ks, q_, k_[:, ks], query_shift), v_[:, ks])
+        m, l, o_ = (unflatten(x, part) for x in sums)
         total = l.clamp_min(1)  # the largest score adds 1 to l, unless there is no key
         if gate is None:
             torch.div(o_, total, out=o[part])
@@ -38,23 +38,17 @@ def forward_pieces(pieces: Iterator[Part], scores: Scores, inputs: Inputs, outpu
         lse[part], reference[part] = (l, m) if query_shift is None else statistic(m, l, query_shift)
 
 
-class _OnlineSoftmax:
-    """The running maximum m `[g,q,1]`, sum l `[g,q,1]` and unnormalised output o `[g,q,c]` over blocks of keys."""
+def _online_softmax(sums: tuple[Tensor, ...], s: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Take in a block of scores `[g,q,k]`, which are overwritten, and its values `[g,k,c]`.
 
-    def __init__(self) -> None:
-        self.sums: tuple[Tensor, Tensor, Tensor] = ()  # type: ignore[assignment]
-
-    def add(self, s: Tensor, v: Tensor) -> None:
-        """Take in a block of scores `[g,q,k]`, which are overwritten, and its values `[g,k,c]`."""
-        # A row without an attended key so far is measured from the lowest number: all its terms are exp2(-inf) = 0, never NaN.
-        m = s.amax(-1, keepdim=True).clamp_min_(torch.finfo(s.dtype).min)
-        if not self.sums:
-            p = s.sub_(m).exp2_()
-            self.sums = m, p.sum(-1, keepdim=True), torch.bmm(p, v)
-            return
-        before, l, o = self.sums
-        m = torch.maximum(before, m)
-        p, rescale = s.sub_(m).exp2_(), torch.exp2(before - m)
-        l.mul_(rescale).add_(p.sum(-1, keepdim=True))
-        o.mul_(rescale).baddbmm_(p, v)
-        self.sums = m, l, o
+    sums: running maximum `[g,q,1]`, sum `[g,q,1]` and unnormalised output `[g,q,c]` of the blocks before; `()` if none.
+    """
+    # A row without an attended key so far is measured from the lowest number: all its terms are exp2(-inf) = 0, never NaN.
+    m = s.amax(-1, keepdim=True).clamp_min_(torch.finfo(s.dtype).min)
+    if not sums:
+        p = s.sub_(m).exp2_()
+        return m, p.sum(-1, keepdim=True), torch.bmm(p, v)
+    before, l, o = sums
+    m = torch.maximum(before, m)
+    p, rescale = s.sub_(m).exp2_(), torch.exp2(before - m)
+    return m, l.mul_(rescale).add_(p.sum(-1, keepdim=True)), o.mul_(rescale).baddbmm_(p, v)

@@ -100,12 +100,9 @@ def _flushes_denormals() -> bool:
 
 def _pieces(left: collections.deque[Piece]) -> Iterator[Piece]:
     """Yield pieces that no other thread gets, until there are none."""
-    while True:
-        try:
-            piece = left.popleft()
-        except IndexError:
-            return
-        yield piece
+    with contextlib.suppress(IndexError):
+        while True:
+            yield left.popleft()
 
 
 def _pool(threads: int) -> concurrent.futures.ThreadPoolExecutor:

@@ -197,12 +197,12 @@ def test_elsewhere_every_launch_goes_through_the_jit() -> None:
 
 def test_a_tensor_map_is_what_its_constructor_would_make(stub: None) -> None:
     pair = torch.zeros(1, 2, 32, 48)
-    planned = launch.tensor_map(1, strided(pair), (1, 1, 16, 32))
+    planned = _, fields = launch.tensor_map(1, strided(pair), (1, 1, 16, 32))
     jitted = Jitted()
     start = Kernel(jitted).plan(3, 12, FIRST=1, SECOND=2, through_map=planned)
     start(X, pair)
     start(X, pair)
-    checked = TensorDescriptor(pair, planned.fields["shape"], planned.fields["strides"], planned.fields["block_shape"])
+    checked = TensorDescriptor(pair, fields["shape"], fields["strides"], fields["block_shape"])
     for given in (jitted.launched[0][1][1], jitted.compiled.run_with[0][10]):
         assert isinstance(given, TensorDescriptor)
         assert given.base is pair

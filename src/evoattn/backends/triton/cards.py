@@ -65,24 +65,21 @@ def _shared_memory(device: torch.device) -> int:
     return int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
 
 
+def _card(device: torch.device) -> devices.Card | None:
+    """The card that is planned for, or the NVIDIA or AMD GPU of a device; None if there is neither."""
+    return devices.planned() or (devices.found(device) if device.type == "cuda" else None)
+
+
 def cache_bytes(device: torch.device) -> int:
     """Bytes of second-level cache of `device`."""
-    card = devices.planned()
-    if card is not None:
-        return card.cache_bytes
-    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return getattr(properties, "L2_cache_size", 0) or _UNKNOWN_CACHE
+    card = _card(device)
+    return (0 if card is None else card.cache_bytes) or _UNKNOWN_CACHE
 
 
 def programs_at_once(device: torch.device, num_warps: int, max_registers: int) -> int:
     """Programs of so many warps that run on `device` at a time, if registers are what limits them; 0: 255 a thread."""
-    card = devices.planned()
-    if card is not None:
-        processors, registers, threads = card.processors, card.registers, 32
-    elif device.type != "cuda":
+    card = _card(device)
+    if card is None:
         return _UNKNOWN_PROGRAMS
-    else:
-        properties = torch.cuda.get_device_properties(device)
-        processors = properties.multi_processor_count
-        registers, threads = getattr(properties, "regs_per_multiprocessor", 2**16), getattr(properties, "warp_size", 32)
-    return processors * max(registers // (num_warps * threads * (max_registers or 255)), 1)
+    threads = getattr(torch.cuda.get_device_properties(device), "warp_size", 32) if on_amd() else 32
+    return card.processors * max(card.registers // (num_warps * threads * (max_registers or 255)), 1)

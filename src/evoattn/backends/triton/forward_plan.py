@@ -75,7 +75,7 @@ def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -
     q, _, _, mask, mask_bias, pair_bias, gate = inputs
     problem = dataclasses.replace(describe(inputs), capability=cards.capability(q.device))
     if problem.scores == 0:
-        return Plan(_no_keys if q.shape[:-1].numel() else _nothing, Description)
+        return Plan(_no_scores, Description)
     gated = None if gate is None else GATED_FORWARD
     few = few_tiles("forward", problem, config)
     if few is not None:
@@ -164,12 +164,8 @@ def tail(lk: int, tiles: Tiles) -> int:
     return half if halves else tiles.block_k
 
 
-def _nothing(inputs: Inputs, outputs: Outputs) -> None:
-    """No query: nothing to write."""
-
-
-def _no_keys(inputs: Inputs, outputs: Outputs) -> None:
-    """Queries that attend to nothing, for want of keys."""
+def _no_scores(inputs: Inputs, outputs: Outputs) -> None:
+    """Write the outputs of queries without keys, if there are queries."""
     outputs.o.zero_()
     outputs.lse.fill_(float("-inf"))
     outputs.reference.zero_()

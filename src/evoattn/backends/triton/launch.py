@@ -6,7 +6,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -24,24 +24,8 @@ collecting: contextvars.ContextVar[list[tuple[Any, Any]] | None] = contextvars.C
 """A list to which a first launch adds its `triton.jit` function and what that compiles, and does not start it (`ahead`)."""
 
 
-class TensorMap(NamedTuple):
-    """A tensor that a kernel loads by a descriptor.
-
-    Args:
-        argument: its place among the tensors of the launch.
-        fields: of the descriptor, but for the tensor itself.
-    """
-
-    argument: int
-    fields: dict[str, list[int]]
-
-    def describe(self, tensor: Tensor) -> Any:
-        """A tensor descriptor. Its constructor only repeats checks of the plan, and takes 3 us of the host."""
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        descriptor = TensorDescriptor.__new__(TensorDescriptor)
-        descriptor.__dict__.update(self.fields, base=tensor)
-        return descriptor
+TensorMap = tuple[int, dict[str, list[int]]]
+"""The place of a tensor among those of a launch, and the fields of its descriptor but for the tensor itself."""
 
 
 def tensor_map(argument: int, tensor: Strided, block: tuple[int, ...]) -> TensorMap:
@@ -53,7 +37,7 @@ def tensor_map(argument: int, tensor: Strided, block: tuple[int, ...]) -> Tensor
         _MAP_ALIGNMENT if size == 1 and axis < 3 else step
         for axis, (size, step) in enumerate(zip(tensor.shape, tensor.stride, strict=True))
     ]
-    return TensorMap(argument, {"shape": list(tensor.shape), "strides": steps, "block_shape": list(block)})
+    return argument, {"shape": list(tensor.shape), "strides": steps, "block_shape": list(block)}
 
 
 class Kernel:
@@ -109,10 +93,16 @@ class Launch:
             self._again(self._mapped(tensors, [*map(Tensor.data_ptr, tensors)]))
 
     def _mapped(self, tensors: tuple[Tensor, ...], arguments: list[Any]) -> list[Any]:
-        """The arguments, with a descriptor in the place of the tensor that goes through a map."""
+        """The arguments, with a descriptor in the place of the tensor that goes through a map.
+
+        The descriptor's constructor only repeats checks of the plan, and takes 3 us of the host.
+        """
         if self.through_map is not None:
-            place = self.through_map.argument
-            arguments[place] = self.through_map.describe(tensors[place])
+            from triton.tools.tensor_descriptor import TensorDescriptor
+
+            place, fields = self.through_map
+            arguments[place] = descriptor = TensorDescriptor.__new__(TensorDescriptor)
+            descriptor.__dict__.update(fields, base=tensors[place])
         return arguments
 
     def _first(self, tensors: tuple[Tensor, ...]) -> None:

@@ -94,7 +94,10 @@ def plan_in_order(call: BackwardCall, bias: Strided, by_query: Strided | None, *
     full_q, full_k = bias.shape[2] == problem.lq, bias.shape[3] == problem.lk
     parts = strips(problem.lq, problem.lk, tiles)
     blocks_q, blocks_k = -(-problem.lq // tiles.block_q), -(-problem.lk // tiles.block_k)
-    splits = _splits(call, *parts[0])
+    most = _MOST_SPLITS_OF_SHORT if max(problem.lq, problem.lk) <= SHORT else _MOST_SPLITS
+    at_once = programs_at_once(call.device, tiles.num_warps, tiles.max_registers)
+    full_tiles = parts[0][0].blocks * parts[0][1].blocks
+    splits = shares(problem.b * problem.h * full_tiles, problem.n, at_once, most)
     # An axis of size 1 holds one partial sum a tile.
     size_q = round_up(blocks_q * tiles.block_q if full_q else blocks_q, PAD)
     size_k = round_up(blocks_k * tiles.block_k if full_k else blocks_k, PAD)
@@ -143,14 +146,6 @@ def plan_in_order(call: BackwardCall, bias: Strided, by_query: Strided | None, *
     launches = tuple(plan(*step, distant_only=again) for again in (False, True) for step in steps)
     total = plan_total(partial, used, contiguous(bias.shape, bias.dtype))
     return InOrder(call.device, partial, used, spans, launches, total)
-
-
-def _splits(call: BackwardCall, q: Strip, k: Strip) -> int:
-    """Shares of the rows n, from the full tiles of queries and keys."""
-    problem, tiles = call.problem, call.tiles.pair
-    most = _MOST_SPLITS_OF_SHORT if max(problem.lq, problem.lk) <= SHORT else _MOST_SPLITS
-    at_once = programs_at_once(call.device, tiles.num_warps, tiles.max_registers)
-    return shares(problem.b * problem.h * q.blocks * k.blocks, problem.n, at_once, most)
 
 
 def rows_of_a_turn(share: int, row_bytes: int, splits: int, cache: int) -> int:

@@ -48,9 +48,8 @@ class PairBias:
         result: its gradient, if that is wanted.
         mode: PAIR_MODE of the dQ kernel.
         straight, transposed: copies, and the launches that fill them.
-        storage: elements of the result's memory if that holds the transposed copy for now, else 0.
+        reuses: whether the result's memory holds the transposed copy until `finish`.
         sums: memory to which partial sums are added, if it is not the result.
-        cleared: whether sums start from 0.
         in_order: the kernel of a fixed order of summation.
     """
 
@@ -60,9 +59,8 @@ class PairBias:
     mode: str = "none"
     straight: tuple[Strided, Launch] | None = None
     transposed: tuple[Strided, Launch] | None = None
-    storage: int = 0
+    reuses: bool = False
     sums: Strided | None = None
-    cleared: bool = False
     in_order: InOrder | None = None
 
     @property
@@ -104,23 +102,19 @@ class PairBias:
         if bias is None or self.bias is None:
             return PairBiasTensors()
         device = self.call.device
-        by_query, memory, result, sums, distant = bias, None, None, None, None
-        if self.straight is not None:
-            by_query = empty(self.straight[0], device)
-        by_key = by_query
-        if self.transposed is not None:
-            by_key = empty(self.transposed[0], device)
-            if self.storage:
-                by_key = memory = torch.empty_strided((self.storage,), (1,), dtype=self.bias.dtype, device=device)
+        by_query = bias if self.straight is None else empty(self.straight[0], device)
+        by_key = by_query if self.transposed is None else empty(self.transposed[0], device)
+        result, sums, distant = None, None, None
         if self.result is not None:
             if self.mode == "add":
                 sums, distant = self._zeros(self.result if self.sums is None else self.sums)
-            if memory is not None:  # until `finish` it holds the transposed copy
-                result = memory.as_strided(*self.result[:2])
+            if self.reuses:
+                result = by_key.as_strided(*self.result[:2])
             else:
                 result = sums if self.mode == "add" and self.sums is None else empty(self.result, device)
             if self.mode == "store":
-                sums = result.zero_() if self.cleared and result is not None else result
+                # Tiles that a mask switches off are not visited.
+                sums = result.zero_() if self.call.key_bias is not None and result is not None else result
         if distant is None:
             distant = torch.zeros(1, dtype=torch.float32, device=device)
         return PairBiasTensors(by_query, by_key, sums, result, distant)
@@ -162,8 +156,7 @@ def plan_pair(call: BackwardCall, bias: Strided | None) -> PairBias:
     if not wanted:
         return pair
     if stored:
-        # Tiles that a mask switches off are not visited.
-        return dataclasses.replace(pair, mode="store", cleared=call.key_bias is not None)
+        return dataclasses.replace(pair, mode="store")
     if problem.deterministic:
         in_order = plan_in_order(call, bias, pair.by_query, masked=pair.masked(pair.by_query, call.tiles.pair))
         return dataclasses.replace(pair, in_order=in_order)
@@ -172,7 +165,7 @@ def plan_pair(call: BackwardCall, bias: Strided | None) -> PairBias:
     size_k = round_up(problem.lk, tile.block_k) if pair.full_k else 1
     same = bias.dtype == torch.float32 and (size_q, size_k) == bias.shape[2:]
     sums = None if same else contiguous((*bias.shape[:2], size_q, size_k), torch.float32)
-    return dataclasses.replace(pair, mode="add", sums=sums, cleared=True)
+    return dataclasses.replace(pair, mode="add", sums=sums)
 
 
 def _with_copies(pair: PairBias, bias: Strided, *, reuse: bool) -> PairBias:
@@ -188,5 +181,4 @@ def _with_copies(pair: PairBias, bias: Strided, *, reuse: bool) -> PairBias:
     inside = reuse and bias.dtype.itemsize == 2
     if not inside and numel * bias.dtype.itemsize * _SMALL > outputs * problem.dtype.itemsize:
         return pair
-    storage = max(numel, math.prod(bias.shape)) if inside else 0
-    return dataclasses.replace(pair, transposed=plan_pack(bias, size_q, size_k, transpose=True), storage=storage)
+    return dataclasses.replace(pair, transposed=plan_pack(bias, size_q, size_k, transpose=True), reuses=inside)

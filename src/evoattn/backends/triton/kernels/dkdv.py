@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import namedtuple
 
-import triton
 import triton.language as tl
 
 from evoattn.backends.triton.arguments import Number, PairView, Pointer, RowView, Sizes, View, kernel
@@ -16,8 +15,8 @@ from evoattn.backends.triton.kernels.primitives import (
     load_tile,
     load_view,
     measured,
-    natural,
     offsets,
+    scores,
     store_view,
 )
 from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
@@ -34,28 +33,6 @@ MASK_MODE: the mask-bias gradient is summed in memory ("add"), stored ("store") 
 SEED: the accumulators of S and dP start from what is added to them.
 DISTANT_ONLY: a launch of its own adds what distant queries give (`backward.store_statistics`), if there are any.
 """
-
-
-@triton.jit
-def transposed_scores(b_k, b_q, b_pair, b_key_bias, unit, T, HAS_PAIR: tl.constexpr, SEED: tl.constexpr):
-    """`scores` as [k,q], from b_k [k,d], b_q [q,d], b_pair [k,q], b_key_bias [k] (divided by unit if FOLD)."""
-    if T.FOLD and HAS_PAIR:
-        inverse = 1.0 / unit
-        b_start = natural(b_pair) * (inverse * LOG2E)  # [k,q]
-        if T.HAS_KEY_BIAS:
-            b_start += b_key_bias[:, None]
-        return tl.dot(b_k, tl.trans(b_q), b_start, input_precision=T.PRECISION)
-    if (T.FOLD and T.HAS_KEY_BIAS) and SEED:
-        b_start = tl.broadcast_to(b_key_bias[:, None], (T.BLOCK_K, T.BLOCK_Q))  # [k,q]
-        return tl.dot(b_k, tl.trans(b_q), b_start, input_precision=T.PRECISION)
-    b_s = tl.dot(b_k, tl.trans(b_q), input_precision=T.PRECISION)  # [k,q]
-    if not T.FOLD:
-        b_s *= unit
-        if HAS_PAIR:
-            b_s += natural(b_pair) * LOG2E
-    if T.HAS_KEY_BIAS:
-        b_s += b_key_bias[:, None]
-    return b_s
 
 
 @kernel
@@ -134,7 +111,10 @@ def dkdv_kernel(
             if V.DISTANT_ONLY:
                 b_pair = measured(b_pair, tl.load(p_stats + 3 * plane + first + o_in_q)[None, :])
             b_lse = tl.load(p_stats + (2 * plane if V.DISTANT_ONLY else 0) + first + o_in_q)  # [q]
-            b_s = transposed_scores(b_k, b_q, b_pair, b_key_bias, unit, T, HAS_PAIR=V.HAS_PAIR, SEED=V.SEED)  # [k,q]
+            b_s = scores(
+                b_k, b_q, b_pair, b_key_bias, unit, FOLD=T.FOLD, HAS_PAIR=V.HAS_PAIR, HAS_KEY_BIAS=T.HAS_KEY_BIAS,
+                PRECISION=T.PRECISION, KEYS=0, SEED=V.SEED,
+            )  # [k,q]  # fmt: skip
             b_p = tl.math.exp2(b_s * (unit if T.FOLD else 1.0) - b_lse[None, :])  # [k,q]
             if V.NEED_DV:
                 b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=T.PRECISION)  # [k,c]

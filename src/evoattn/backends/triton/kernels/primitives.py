@@ -131,18 +131,25 @@ def measured(b_pair, b_ref):
 def scores(
     b_q, b_k, b_pair, b_key_bias, unit,
     FOLD: tl.constexpr, HAS_PAIR: tl.constexpr, HAS_KEY_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr = 1, SEED: tl.constexpr = False,
 ):  # fmt: skip
     """[q,k] scores of b_q [q,d], b_k [k,d], b_pair [q,k], b_key_bias [k]; unit = scale * log2 e.
 
     FOLD: result * unit is in log2 units: the matmul's accumulator starts from bias / unit, one instruction a score less.
     b_key_bias was divided by unit when it was prepared. Otherwise the result itself is in log2 units, since dividing by the
     scale is not safe (`cards.folds`).
+
+    KEYS: the axis of keys. With 0, b_q is keys, b_k is queries, and b_pair and the result are [k,q].
+    SEED: the accumulator starts from the key bias even without a pair bias.
     """
     if FOLD and HAS_PAIR:
         inverse = 1.0 / unit
         b_start = natural(b_pair) * (inverse * LOG2E)  # [q,k]
         if HAS_KEY_BIAS:
-            b_start += b_key_bias[None, :]
+            b_start += tl.expand_dims(b_key_bias, 1 - KEYS)
+        return tl.dot(b_q, tl.trans(b_k), b_start, input_precision=PRECISION)
+    if (FOLD and HAS_KEY_BIAS) and SEED:
+        b_start = tl.broadcast_to(tl.expand_dims(b_key_bias, 1 - KEYS), (b_q.shape[0], b_k.shape[0]))
         return tl.dot(b_q, tl.trans(b_k), b_start, input_precision=PRECISION)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [q,k]
     if not FOLD:
@@ -150,7 +157,7 @@ def scores(
         if HAS_PAIR:
             b_s += natural(b_pair) * LOG2E
     if HAS_KEY_BIAS:
-        b_s += b_key_bias[None, :]
+        b_s += tl.expand_dims(b_key_bias, 1 - KEYS)
     return b_s
 
 

@@ -20,22 +20,6 @@ from evoattn.core.config import Config
 from evoattn.core.inputs import Cotangents, Inputs, Outputs, SavedProbabilities
 from evoattn.core.problem import Problem
 
-__all__ = [
-    "AUTO_ORDER",
-    "BACKENDS",
-    "COMPILERS",
-    "GATED_AFTER",
-    "GATED_BACKWARD",
-    "GATED_FORWARD",
-    "Backend",
-    "Cotangents",
-    "Description",
-    "Inputs",
-    "Needed",
-    "Outputs",
-    "Plan",
-]
-
 GATED_FORWARD = "multiplied in the forward's epilogue"
 GATED_AFTER = "multiplied by a kernel of its own after the forward's: there two steps are faster"
 GATED_BACKWARD = "in the backward with delta, in one pass"

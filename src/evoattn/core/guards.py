@@ -176,7 +176,6 @@ def _states_in_backward() -> dict[tuple[int, int], bool]:
 
 
 def _in_a_new_thread(ask: Callable[[], None]) -> None:
-    """Call a function in a new thread."""
     thread = threading.Thread(target=ask)
     thread.start()
     thread.join()

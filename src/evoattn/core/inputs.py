@@ -45,6 +45,12 @@ class Outputs(NamedTuple):
     lse: Tensor
     reference: Tensor
 
+    def clear(self) -> None:
+        """Write the outputs of queries without keys."""
+        self.o.zero_()
+        self.lse.fill_(float("-inf"))
+        self.reference.zero_()
+
 
 class SavedProbabilities(NamedTuple):
     """The tensors that a forward saves in place of `Outputs`, if its plan has `evoattn.backends.Plan.save_probabilities`.

@@ -76,7 +76,6 @@ def same_memory(x: Tensor | None, canonical: Tensor | None) -> bool:
 
 
 def _save(ctx: Any, inputs: Inputs, outputs: Outputs | SavedProbabilities, call: OperatorCall) -> None:
-    """Keep what the backward needs."""
     ctx.call = call
     ctx.set_materialize_grads(False)
     if isinstance(outputs, Outputs):  # the others are no outputs of the function
@@ -189,8 +188,7 @@ def _by_operator(call: OperatorCall, work: BackwardPass) -> Gradients:
 
 def _needs_of(asked: tuple[bool, ...]) -> Needs:
     """Return which gradients are wanted, from torch's answer for each of the inputs; a mask has no gradient."""
-    q, k, v, _, mask_bias, pair_bias, gate = asked
-    return Needs(q, k, v, mask_bias, pair_bias, gate)
+    return Needs(*asked[:3], *asked[4:])
 
 
 def _like(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
@@ -218,8 +216,7 @@ class EvoformerAttention(torch.autograd.Function):
 
 def _with_mask(gradients: Gradients) -> Gradients:
     """Return a gradient for each of `Inputs`: None for the mask."""
-    dq, dk, dv, *others = gradients
-    return dq, dk, dv, None, *others
+    return *gradients[:3], None, *gradients[3:]
 
 
 record: Callable[..., Any] = super(torch.autograd.Function, EvoformerAttention).apply

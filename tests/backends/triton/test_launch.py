@@ -301,7 +301,7 @@ class Counter:
             jitted, numbers = each.kernel.jitted, each.numbers
             params = [p for p in jitted.params if not p.is_constexpr][-len(numbers) :]
             looks = tuple(self.look(p, x) for p, x in zip(params, numbers, strict=True))
-            block = None if each.through_map is None else each.through_map.fields["block_shape"]
+            block = None if each.through_map is None else each.through_map[1]["block_shape"]
             variants[jitted.fn.__name__].add((looks, repr(sorted(each.constants.items())), repr(block)))
         return {name.removesuffix("_kernel"): len(seen) for name, seen in variants.items()}
 

@@ -141,11 +141,8 @@ class Blocks:
 
 def _forward(inputs: Inputs, outputs: Outputs, scale: float, blocks: Blocks) -> None:
     q, _, _, mask, mask_bias, pair_bias, _ = inputs
-    o, lse, reference = outputs
     if blocks.problem.scores == 0:
-        o.zero_()
-        lse.fill_(-torch.inf)
-        reference.zero_()
+        outputs.clear()
         return
     acc, plan = accumulate_dtype(q.dtype), blocks.plan()
     pieces = [(*rows, qs) for rows in blocks.rows(plan) for qs in spans(q.shape[-2], plan.q)]
@@ -154,7 +151,7 @@ def _forward(inputs: Inputs, outputs: Outputs, scale: float, blocks: Blocks) -> 
         scores = Scores.of(plan, scale, key_bias(mask, mask_bias, acc), pair_bias, acc)
         threads.share(pieces, lambda own: forward_pieces(own, scores, inputs, outputs), workers)
         if scores.plain:
-            for saved, value in zip((lse, reference), statistic(reference, lse, None), strict=True):
+            for saved, value in zip(outputs[1:], statistic(outputs.reference, outputs.lse, None), strict=True):
                 saved.copy_(value)
 
 

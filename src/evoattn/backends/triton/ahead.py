@@ -145,7 +145,6 @@ def needed(make: Make) -> list[Needed]:
 
 
 def _folder(key: str) -> pathlib.Path:
-    """Triton's folder of a kernel."""
     return pathlib.Path(triton.knobs.cache.dir) / base64.b32encode(bytes.fromhex(key)).decode().rstrip("=")
 
 

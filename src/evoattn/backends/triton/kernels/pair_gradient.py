@@ -52,13 +52,11 @@ def pair_gradient_kernel(
 
     More than 60 lines: its parts share the tiles that stay in registers over the loop, and their offsets.
     """
+    wait_to_load(V.WAIT)
     if V.DISTANT_ONLY:
-        wait_to_load(V.WAIT)
         wait_to_store(V.WAIT)
         if tl.load(stats.distant) == 0:
             return
-    else:
-        wait_to_load(V.WAIT)
     plane = offsets(stats.plane_stride, T.LONG) * PADDED
     block_k, block_q, h, outer = decode(tl.program_id(0), grid.blocks_k, grid.blocks_q, sizes.h)
     split = outer % grid.splits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from evoattn.clients import graphs
 from evoattn.clients.calls import additive, low_memory, projected, queries_first
 from evoattn.clients.layers import sites
-from evoattn.clients.site import Client, Count, Site, named
+from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
 _MODULE = "openfold.model.primitives"
@@ -62,18 +61,8 @@ def flash(original: Any, count: Count) -> Any:
     return _flash_attn
 
 
-def _block(original: Any, count: Count) -> Any:
-    """A block of the trunk, recorded. In inference blocks write into their input; recorded ones do not."""
-    recorded = graphs.block(original, count, instead={"inplace_safe": False})
-
-    @functools.wraps(recorded)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("_offload_inference"):
-            return recorded(self, *args, **kwargs)
-        count.count_passed_on("MSA and pairs take turns on the GPU")
-        return original(self, *args, **kwargs)
-
-    return forward
+def _offloads(*_: Any, _offload_inference: bool = False, **__: Any) -> str:
+    return "MSA and pairs take turns on the GPU" if _offload_inference else ""
 
 
 CLIENTS = {
@@ -104,6 +93,11 @@ CLIENTS = {
             "openfold.model.evoformer:MSATransition",
             "openfold.model.evoformer:PairStack",
         ),
-        steps=named(_block, "openfold.model.evoformer:EvoformerBlock", "openfold.model.evoformer:ExtraMSABlock"),
+        steps=graphs.blocks(
+            "openfold.model.evoformer:EvoformerBlock",
+            "openfold.model.evoformer:ExtraMSABlock",
+            skip=_offloads,
+            instead={"inplace_safe": False},  # in inference blocks write into their input; recorded ones do not
+        ),
     )
 }

@@ -91,18 +91,8 @@ def atoms(original: Any, count: Count) -> Any:
     return atom_attention
 
 
-def tokens(original: Any, count: Count) -> Any:
-    """The transformer of tokens, recorded. For those of atoms, a recording would keep a copy of all pairs of atoms."""
-    recorded = graphs.step(original, count)
-
-    @functools.wraps(recorded)
-    def forward(self: Any, A_I: Tensor, S_I: Tensor, Z_II: Tensor, Beta_II: Any) -> Any:  # noqa: N803
-        if Beta_II is None:
-            return recorded(self, A_I, S_I, Z_II, Beta_II)
-        count.count_passed_on("a transformer of atoms, whose pairs take too much memory")
-        return original(self, A_I, S_I, Z_II, Beta_II)
-
-    return forward
+def _attends_atoms(self: Any, A_I: Tensor, S_I: Tensor, Z_II: Tensor, Beta_II: Any) -> str:  # noqa: N803
+    return "" if Beta_II is None else "a transformer of atoms, whose pairs take too much memory"  # a recording copies them
 
 
 def _attend(self: Any, a: Tensor, bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -126,6 +116,7 @@ def _low_precision(self: Any, a: Tensor) -> Tensor:
     return a.to(torch.bfloat16) if low else a
 
 
+tokens = functools.partial(graphs.step, skip=_attends_atoms)
 _loop = functools.partial(graphs.loop, of="diffusion_module")
 
 CLIENTS = {

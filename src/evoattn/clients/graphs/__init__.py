@@ -52,9 +52,9 @@ _LOOKED_AT = 64
 """Kinds of calls that are remembered for one module."""
 
 
-def blocks(*names: str, method: str = ".forward", instead: Mapping[str, Any] | None = None) -> tuple[Site, ...]:
-    """The blocks "module:Class", whose `method` is recorded once for all of one structure; `instead` as for `step`."""
-    return named(functools.partial(block, instead=instead), *names, method=method)
+def blocks(*names: str, method: str = ".forward", **options: Any) -> tuple[Site, ...]:
+    """The blocks "module:Class", whose `method` is recorded once for all of one structure; options as for `step`."""
+    return named(functools.partial(step, shared=True, most=_MOST, **options), *names, method=method)
 
 
 def step(
@@ -64,6 +64,7 @@ def step(
     *,
     shared: bool = False,
     most: int | None = None,
+    skip: Callable[..., str] = lambda *_, **__: "",
     instead: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """A module's `forward` that is replayed from a recording where that does the same.
@@ -75,6 +76,7 @@ def step(
         shared: whether modules that differ only in their weights share a recording.
         most: on a GPU a pair representation of more residues is not recorded: the GPU sets the pace there, and a recording
             would only take memory.
+        skip: takes the arguments of a call and returns the reason not to record it, or "".
         instead: values of keyword arguments in place of those that a call passes, if it may be recorded: a block that writes
             into its input cannot be.
     """
@@ -83,17 +85,16 @@ def step(
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
-        if most is not None and (residues((*args, *kwargs.values()), 3) or 0) > most:
-            count.count_passed_on(f"more than {most} residues, which keep a GPU busy")
+        why = skip(self, *args, **kwargs)
+        if not why and most is not None and (residues((*args, *kwargs.values()), 3) or 0) > most:
+            why = f"more than {most} residues, which keep a GPU busy"
+        if why:
+            count.count_passed_on(why)
             return original(self, *args, **kwargs)
         return steps.call(self, args, kwargs)
 
     forward._evoattn_steps = steps  # type: ignore[attr-defined]
     return forward
-
-
-block = functools.partial(step, shared=True, most=_MOST)
-"""The same for a block's `forward`, recorded once for all blocks of one structure, up to a number of residues."""
 
 
 def loop(original: Callable[..., Any], count: Count, *, of: str | None = None) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evoattn.clients import graphs, sampling
 from evoattn.clients.calls import HOST_BOUND, additive, host_sets_pace, kernel, multiplication
-from evoattn.clients.layers import FEW, layer, sites
+from evoattn.clients.layers import FEW, known_sites, layer
 from evoattn.clients.site import Client, Count, Replace, Site, named
 from evoattn.compat.openfold import attention
 
@@ -112,7 +112,6 @@ def _client(
     """
     there = f"{package}.model.layers"
     triangle, multiplication_kernel = f"{there}.triangular_attention", "kernel_triangular_mult"
-    blocks = (f"{there}.pairformer:PairformerLayer", f"{there}.pairformer:PairformerNoSeqLayer")
     diffusions = tuple(f"{package}.model.modules.{name}" for name in diffusions)
     return Client(
         package,
@@ -126,21 +125,11 @@ def _client(
             Site(f"{triangle}.primitives", "Attention.forward"),
             Site(f"{triangle}.attention", "TriangleAttention.forward"),
         ),
-        layers=(
-            *layers,
-            *sites(
-                f"{triangle}.attention:TriangleAttention",
-                f"{there}.{multiplied}:TriangleMultiplicationOutgoing",
-                f"{there}.{multiplied}:TriangleMultiplicationIncoming",
-                f"{there}.transition:Transition",
-                *blocks,
-                least=FEW,
-            ),
-        ),
+        layers=(*layers, *known_sites(package, but="AttentionPairBias", least=FEW)),
         steps=(
             *named(graphs.step, *(f"{module}:DiffusionModule" for module in diffusions)),
             *_uncounted(graphs.loop, *(f"{module}:AtomDiffusion.sample" for module in diffusions)),
-            *graphs.blocks(*blocks),
+            *graphs.blocks(f"{there}.pairformer:PairformerLayer", f"{there}.pairformer:PairformerNoSeqLayer"),
         ),
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from evoattn.clients import graphs
 from evoattn.clients.calls import projected
-from evoattn.clients.layers import FEW, sites
+from evoattn.clients.layers import FEW, known_sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
@@ -60,13 +60,7 @@ CLIENTS = {
             Site(_MODULE, "EsmFoldTriangleAttention.forward"),
             Site(_MODULE, "EsmFoldTriangularSelfAttentionBlock.forward"),
         ),
-        layers=sites(
-            f"{_MODULE}:EsmFoldTriangleAttention",
-            f"{_MODULE}:EsmFoldTriangleMultiplicativeUpdate",
-            f"{_MODULE}:EsmFoldResidueMLP",
-            f"{_MODULE}:EsmFoldTriangularSelfAttentionBlock",
-            least_trained=FEW,
-        ),
+        layers=known_sites(_MODULE, least_trained=FEW),
         steps=graphs.blocks(f"{_MODULE}:EsmFoldTriangularSelfAttentionBlock"),
     )
 }

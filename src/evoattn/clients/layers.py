@@ -13,6 +13,8 @@ from torch import nn
 from evoattn.clients.calls import is_float32_on_gpu, residues
 from evoattn.clients.site import Count, Site, is_repeated, named
 from evoattn.nn import AttentionPairBias, Transition, TriangleMultiplication
+from evoattn.nn.known import LAYERS
+from evoattn.nn.known_blocks import BLOCKS
 from evoattn.nn.known_calls import ClientsOwn, UnknownArgument
 from evoattn.nn.replace import Replacement, Snapshot, by_name, overridden, positions
 
@@ -52,6 +54,17 @@ WIDE = "float32 on a GPU, where the client's own products are faster"
 The kernels multiply float32 without tensor cores, as torch does by default, and reach less of the card than cuBLAS: ESMFold of
 380 residues took 4.4 s with them and 3.9 s as installed, on an H100.
 """
+
+
+_BASES = {"MSARowAttentionWithPairBias": "MSAAttention", "SwiGLUTransition": "Transition", "ReLUTransition": "Transition"}
+"""Known classes without a `forward` of their own, and the classes that they inherit it from."""
+
+
+def known_sites(package: str, *, but: str = "", **options: Any) -> tuple[Site, ...]:
+    """All layers and blocks of a package that `evoattn.nn` knows, but for a class. Options as for `sites`."""
+    pairs = (name.rpartition(".")[::2] for name in (*LAYERS, *BLOCKS) if name.startswith(f"{package}."))
+    names = (f"{module}:{_BASES.get(kind, kind)}" for module, kind in pairs if kind != but)
+    return sites(*dict.fromkeys(names), **options)
 
 
 def sites(*names: str, least: int = 0, least_trained: int | None = None, method: str = ".forward") -> tuple[Site, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from evoattn.clients import graphs
 from evoattn.clients.calls import additive, low_memory, projected, queries_first
-from evoattn.clients.layers import sites
+from evoattn.clients.layers import known_sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
@@ -81,18 +81,7 @@ CLIENTS = {
             Site(_MODULE, "_attention_chunked_trainable"),
             Site("openfold.utils.kernel.attention_core", "AttentionCoreFunction.forward"),
         ),
-        layers=sites(
-            "openfold.model.triangular_attention:TriangleAttention",
-            "openfold.model.triangular_multiplicative_update:TriangleMultiplicativeUpdate",
-            "openfold.model.triangular_multiplicative_update:FusedTriangleMultiplicativeUpdate",
-            "openfold.model.msa:MSAAttention",
-            "openfold.model.msa:MSAColumnAttention",
-            "openfold.model.msa:MSAColumnGlobalAttention",
-            "openfold.model.template:TemplatePointwiseAttention",
-            "openfold.model.pair_transition:PairTransition",
-            "openfold.model.evoformer:MSATransition",
-            "openfold.model.evoformer:PairStack",
-        ),
+        layers=known_sites("openfold"),
         steps=graphs.blocks(
             "openfold.model.evoformer:EvoformerBlock",
             "openfold.model.evoformer:ExtraMSABlock",

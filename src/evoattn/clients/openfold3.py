@@ -9,14 +9,13 @@ from torch import Tensor
 
 from evoattn.clients import aggregation, graphs
 from evoattn.clients.calls import HOST_BOUND, host_sets_pace, low_memory, queries_first
-from evoattn.clients.layers import sites
+from evoattn.clients.layers import known_sites
 from evoattn.clients.site import Client, Count, Site, named
 from evoattn.compat.cuequivariance import triangle_multiplicative_update
 from evoattn.compat.openfold import attention
 
 _MODULE = "openfold3.core.model.primitives.attention"
-_LAYERS = "openfold3.core.model.layers"
-_WINDOWS = f"{_LAYERS}.sequence_local_atom_attention"
+_WINDOWS = "openfold3.core.model.layers.sequence_local_atom_attention"
 _ATOMS = "openfold3.core.utils.atomize_utils"
 _DIFFUSION = "openfold3.core.model.structure.diffusion_module"
 _MULTIPLICATION = "openfold3.core.model.layers.triangular_multiplicative_update"
@@ -73,18 +72,7 @@ CLIENTS = {
             (_MODULE, "TRITON_AVAILABLE", True),
             (_MULTIPLICATION, "triangle_multiplicative_update", triangle_multiplicative_update),
         ),
-        layers=sites(
-            f"{_LAYERS}.triangular_attention:TriangleAttention",
-            f"{_MULTIPLICATION}:TriangleMultiplicativeUpdate",
-            f"{_MULTIPLICATION}:FusedTriangleMultiplicativeUpdate",
-            f"{_LAYERS}.msa:MSAAttention",
-            f"{_LAYERS}.msa:MSAColumnAttention",
-            f"{_LAYERS}.msa:MSAColumnGlobalAttention",
-            f"{_LAYERS}.attention_pair_bias:AttentionPairBias",
-            f"{_LAYERS}.attention_pair_bias:DiffusionAttentionPairBias",
-            f"{_LAYERS}.transition:Transition",
-            "openfold3.core.model.latent.base_blocks:PairBlock",
-        ),
+        layers=known_sites("openfold3"),
         steps=(
             Site(_ATOMS, "aggregate_atom_feat_to_tokens", aggregation.means_by_mask, counted=False),
             Site(_ATOMS, "broadcast_token_feat_to_atoms", aggregation.from_tokens, counted=False),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from evoattn.clients import aggregation, graphs
 from evoattn.clients.calls import HOST_BOUND, additive, host_sets_pace, kernel, multiplication, queries_first
-from evoattn.clients.layers import FEW, sites
+from evoattn.clients.layers import FEW, known_sites, sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
@@ -49,16 +49,6 @@ def _sites(package: str, *more: Site) -> tuple[Site, ...]:
     )
 
 
-def _layers(package: str) -> tuple[Site, ...]:
-    return sites(
-        f"{package}.model.triangular.triangular:TriangleAttention",
-        f"{package}.model.triangular.triangular:TriangleMultiplicativeUpdate",
-        f"{package}.model.modules.transformer:AttentionPairBias",
-        f"{package}.model.modules.primitives:Transition",
-        least_trained=FEW,
-    )
-
-
 _BLOCK = "model.modules.pairformer:PairformerBlock"
 
 
@@ -81,14 +71,17 @@ CLIENTS = {
             Site("protenix.model.triangular.layers", "_tri_attention", queries_first(scaled=True)),
             Site("protenix.model.triangular.layers", "_deepspeed_evo_attn", queries_first(scaled=False)),
         ),
-        layers=(*_layers("protenix"), *sites(f"protenix.{_BLOCK}", least_trained=FEW)),
+        layers=known_sites("protenix", least_trained=FEW),
         steps=_steps("protenix", "Protenix", ".forward"),
     ),
     "opendde": Client(
         "opendde",
         "opendde",
         _sites("opendde"),
-        layers=(*_layers("opendde"), *sites(f"opendde.{_BLOCK}", method=".forward_source", least_trained=FEW)),
+        layers=(
+            *known_sites("opendde", but="PairformerBlock", least_trained=FEW),
+            *sites(f"opendde.{_BLOCK}", method=".forward_source", least_trained=FEW),
+        ),
         steps=_steps("opendde", "OpenDDE", ".forward_source"),
     ),
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evoattn.clients import graphs
-from evoattn.clients.layers import sites
+from evoattn.clients.layers import known_sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
@@ -134,10 +134,7 @@ CLIENTS = {
             Site(_DIFFUSION, "AttentionPairBiasDiffusion"),
             Site("foundry.training.checkpoint", "activation_checkpointing"),
         ),
-        layers=(
-            *sites(f"{_TRIANGLES}:TriangleAttention", f"{_TRIANGLES}:TriangleMultiplication", f"{_UTILS}:Transition"),
-            Site(_UTILS, "Transition"),
-        ),
+        layers=(*known_sites("rf3"), Site(_UTILS, "Transition")),
         steps=(
             Site(_DIFFUSION, "DiffusionTransformer.forward", tokens),
             Site(_SAMPLER, "SampleDiffusion.sample_diffusion_like_af3", _loop, counted=False),

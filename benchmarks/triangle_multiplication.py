@@ -29,7 +29,7 @@ from evoattn.bench import machine, memory, timing
 from evoattn.bench.clock import Clock, clock_for
 from evoattn.bench.record import write_text
 from evoattn.pair import triangle_multiplication
-from evoattn.pair.multiplication import reference
+from evoattn.pair.multiplication.call import reference
 from evoattn.pair.values import MultiplicationOptions as Options
 from evoattn.pair.values import MultiplicationWeights as Weights
 

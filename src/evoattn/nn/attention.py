@@ -202,12 +202,6 @@ def check_input(name: str, x: Tensor, axes: int, channels: int, *, distributed: 
         raise ValueError(f"{name} must have at least {axes} axes and {channels} channels, got shape {list(x.shape)}")
 
 
-def check_square(name: str, z: Tensor) -> None:
-    """Raise ValueError unless a pair representation has as many rows as columns."""
-    if z.shape[-2] != z.shape[-3]:
-        raise ValueError(f"{name} must be [*, L, L, {z.shape[-1]}], the same L twice, got shape {list(z.shape)}")
-
-
 def check_shares(name: str, z: Tensor, lead: tuple[int, ...], queries: int, keys: int) -> None:
     """Raise ValueError unless a pair representation is `[*, queries, keys, C]`, and * is `lead` or has size 1 for its axes."""
     if z.ndim != len(lead) + 3 or z.shape[-3:-1] != (queries, keys) or not fits(tuple(z.shape[:-3]), lead):

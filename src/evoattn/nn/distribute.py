@@ -176,16 +176,13 @@ class _BlockRunner:
 
 def _boltz_s(block: _BlockRunner, client: Any, arguments: dict[str, Any]) -> Any:
     with torch.autocast(arguments["z"].device.type, enabled=False):
-        s, z, mask = (_to_float32(arguments[name]) for name in ("s", "z", "mask"))
+        inputs = (arguments[name] for name in ("s", "z", "mask"))
+        s, z, mask = (like(local(x).to(torch.promote_types(x.dtype, torch.float32)), x) for x in inputs)
         part = local(s)
         normed = like(client.pre_norm_s(part), s)
         part = part + local(block.of(client.attention)(normed, z, None, mask))
         part = part + client.transition_s(part)
         return like(client.s_post_norm(part), s)
-
-
-def _to_float32(x: Any) -> Any:
-    return like(local(x).to(torch.promote_types(x.dtype, torch.float32)), x)
 
 
 def _openfold3_s(block: _BlockRunner, client: Any, arguments: dict[str, Any]) -> Any:

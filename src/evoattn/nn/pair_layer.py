@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from evoattn.dispatch.checks import check_mask
 from evoattn.dispatch.distributed import Split, is_distributed
-from evoattn.nn.attention import add_residual, check_in_place, check_input, check_square, dropout_mask, part_of_mask
+from evoattn.nn.attention import add_residual, check_in_place, check_input, dropout_mask, part_of_mask
 from evoattn.nn.project import compute_dtype_of
 from evoattn.nn.sharded import run_split
 
@@ -55,7 +55,8 @@ class PairLayer(nn.Module):
     def _check(self, z: Tensor, mask: Tensor | None, channels: int, in_place: bool) -> None:
         """Raise TypeError or ValueError for a z or mask of another type or shape, or a z that cannot be overwritten."""
         check_input("z", z, 3, channels, distributed=True)
-        check_square("z", z)
+        if z.shape[-2] != z.shape[-3]:
+            raise ValueError(f"z must be [*, L, L, {z.shape[-1]}], the same L twice, got shape {list(z.shape)}")
         check_mask("mask", mask, tuple(z.shape[:-1]))
         if in_place:
             check_in_place(self, "z", z, compute_dtype_of(z, *self._inputs))

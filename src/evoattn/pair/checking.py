@@ -37,8 +37,10 @@ def check_out(out: Tensor, x: Tensor, dtype: torch.dtype, *, records: bool) -> N
         raise ValueError("out takes no result with a gradient: call under torch.no_grad()")
 
 
-def check_tensors(name: str, x: Tensor, weights: Mapping[str, Tensor | None], optional: frozenset[str]) -> None:
-    """Raise TypeError or ValueError unless x and the weights are floating-point tensors on one device.
+def check_tensors(
+    name: str, x: Tensor, mask: Tensor | None, weights: Mapping[str, Tensor | None], optional: frozenset[str]
+) -> None:
+    """Raise TypeError or ValueError unless x and the weights are floating-point tensors on one device, with a mask of x.
 
     `name` is that of x. `optional` has names of weights that may be None.
     """
@@ -53,6 +55,9 @@ def check_tensors(name: str, x: Tensor, weights: Mapping[str, Tensor | None], op
             raise TypeError(f"{what} must be of a floating-point dtype, got {tensor.dtype}")
         if tensor.device != x.device:
             raise ValueError(f"{what} must be on {x.device}, as {name} is, got {tensor.device}")
+    check_mask("mask", mask, tuple(x.shape[:-1]))
+    if mask is not None and mask.device != x.device:
+        raise ValueError(f"mask must be on {x.device}, as {name} is, got {mask.device}")
 
 
 def check_shapes(weights: Mapping[str, Tensor | None], shapes: Mapping[str, tuple[int, ...]], sizes: str) -> None:
@@ -87,13 +92,6 @@ def cast_gradients(gradients: Weights, weights: Weights) -> Weights:
     """Cast gradients to the dtypes of their weights. A weight that is None has none."""
     pairs = zip(gradients, weights, strict=True)
     return type(weights)._make([None if x is None or dx is None else dx.to(x.dtype) for dx, x in pairs])  # type: ignore[no-any-return]
-
-
-def check_mask_of(name: str, x: Tensor, mask: Tensor | None) -> None:
-    """Raise TypeError or ValueError unless the mask broadcasts to the leading axes of x and is on its device."""
-    check_mask("mask", mask, tuple(x.shape[:-1]))
-    if mask is not None and mask.device != x.device:
-        raise ValueError(f"mask must be on {x.device}, as {name} is, got {mask.device}")
 
 
 def writable_out(out: Tensor | None, x: Tensor, *others: Tensor | None) -> Tensor | None:

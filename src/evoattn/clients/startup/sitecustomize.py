@@ -53,11 +53,6 @@ class _Finder(importlib.abc.MetaPathFinder):
         return None
 
 
-def _watch(told: dict) -> None:
-    _leave(told["folder"], "began")
-    sys.meta_path.insert(0, _Finder(told))
-
-
 def _leave(folder: Any, name: str, text: str = "") -> None:
     """Write a file for `evoattn run`, if its folder is there: a child may outlive it, and a disk may be full."""
     if folder is not None:
@@ -77,5 +72,7 @@ def _leave_the_stage() -> None:
 
 
 if "EVOATTN_RUN" in os.environ:
-    _watch(json.loads(os.environ["EVOATTN_RUN"]))
+    _told = json.loads(os.environ["EVOATTN_RUN"])
+    _leave(_told["folder"], "began")
+    sys.meta_path.insert(0, _Finder(_told))
 _leave_the_stage()

@@ -93,7 +93,7 @@ def triangle_multiplication(
 def _check(z: Tensor, mask: Tensor | None, weights: MultiplicationWeights, split: Split | None) -> None:
     """Raise TypeError or ValueError for what does not fit together."""
     named = checking.by_name(weights)
-    checking.check_tensors("z", z, named, _OPTIONAL)
+    checking.check_tensors("z", z, mask, named, _OPTIONAL)
     if z.ndim < 3 or (split is None and z.shape[-2] != z.shape[-3]):
         raise ValueError(f"z must be [*, L, L, C], got shape {list(z.shape)}")
     if weights.p_out_weight.ndim != 2:
@@ -102,7 +102,6 @@ def _check(z: Tensor, mask: Tensor | None, weights: MultiplicationWeights, split
     shapes = {"norm_in": (channels,), "p_in": (2 * hidden, channels), "g_in": (2 * hidden, channels)}
     shapes |= {"norm_out": (hidden,), "p_out": (channels, hidden), "g_out": (channels, channels)}
     checking.check_shapes(named, shapes, f"for C = {channels} channels of z and D = {hidden} of p_out_weight")
-    checking.check_mask_of("z", z, mask)
 
 
 def reference(

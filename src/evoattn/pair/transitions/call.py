@@ -90,7 +90,7 @@ def _check(x: Tensor, mask: Tensor | None, activation: str, weights: TransitionW
     if activation == "relu" and (weights.b_weight is not None or weights.b_bias is not None):
         raise ValueError("b_weight and b_bias must be None with activation='relu'")
     named = checking.by_name(weights)
-    checking.check_tensors("x", x, named, _OPTIONAL)
+    checking.check_tensors("x", x, mask, named, _OPTIONAL)
     if x.ndim < 1:
         raise ValueError("x must be [*, C], got a scalar")
     if weights.out_weight.ndim != 2:
@@ -99,7 +99,6 @@ def _check(x: Tensor, mask: Tensor | None, activation: str, weights: TransitionW
     shapes: dict[str, tuple[int, ...]] = {"norm": (channels,), "a": (hidden, channels), "b": (hidden, channels)}
     shapes["out"] = (channels, hidden)
     checking.check_shapes(named, shapes, f"for C = {channels} channels of x and H = {hidden} of out_weight")
-    checking.check_mask_of("x", x, mask)
 
 
 def reference(

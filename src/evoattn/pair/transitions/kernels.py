@@ -23,14 +23,6 @@ def _projection(b_y, b_w, bias, o_h, H: tl.constexpr, HAS_BIAS: tl.constexpr, PR
     return b_a
 
 
-@triton.jit
-def _row_mask(mask, start, o_r, m_r, HAS_MASK: tl.constexpr):
-    b_m = m_r.to(tl.float32)
-    if HAS_MASK:
-        b_m = tl.load(mask + start + o_r, mask=m_r, other=0.0).to(tl.float32)
-    return b_m
-
-
 @Kernel
 @triton.jit
 def forward_kernel(
@@ -61,7 +53,7 @@ def forward_kernel(
         b_o = product(b_a.to(o_weight.dtype.element_ty), tl.trans(load_weight(o_weight, o_c, o_h, C, H)), PRECISION, b_o)
     b_o += load_vector(o_bias, o_c, C)[None, :]
     if HAS_MASK:
-        b_o *= _row_mask(mask, start, o_r, m_r, HAS_MASK)[:, None]
+        b_o *= tl.load(mask + start + o_r, mask=m_r, other=0.0).to(tl.float32)[:, None]
     if RESIDUAL:  # read again: held in registers since the norm, it would spill
         b_o += tl.load(p_x + o_r[:, None] * C + o_c[None, :], mask=m_rc, other=0.0, eviction_policy="evict_first").to(
             tl.float32
@@ -92,7 +84,7 @@ def backward_kernel(
     b_y = affine(b_x, load_vector(norm_w, o_c, C), load_vector(norm_b, o_c, C), 1).to(a_weight.dtype.element_ty)
     b_d = load_rows(p_do, o_r, m_rc, o_c, C)
     if HAS_MASK:
-        b_d *= _row_mask(mask, start, o_r, m_r, HAS_MASK)[:, None]
+        b_d *= tl.load(mask + start + o_r, mask=m_r, other=0.0).to(tl.float32)[:, None]
     if NEEDS_WEIGHTS:
         tl.store(p_sums + 2 * C, tl.sum(b_d, 0), mask=m_c)
     b_d = b_d.to(o_weight.dtype.element_ty)

@@ -35,53 +35,44 @@ def _single(original: Any, count: Count) -> Any:
     return _attention
 
 
-def _sites(package: str, *more: Site) -> tuple[Site, ...]:
-    layers, triangles = f"{package}.model.triangular.layers", f"{package}.model.triangular.triangular"
-    return (
-        Site(layers, "_attention", additive),
-        Site(layers, "cuequivariance_triangular_attn", kernel),
-        *more,
-        Site(f"{package}.model.modules.primitives", "_attention", _single),
-        Site(triangles, "kernel_triangular_mult", multiplication, missing="cuequivariance_torch", counted=False),
-        Site(layers, "Attention.forward"),
-        Site(f"{package}.model.modules.primitives", "_local_attention"),
-        Site(f"{package}.model.modules.primitives", "Attention.forward"),
-    )
-
-
-_BLOCK = "model.modules.pairformer:PairformerBlock"
-
-
-def _steps(package: str, model: str, block: str) -> tuple[Site, ...]:
-    """In inference blocks write into their input; recorded ones do not."""
-    return (
-        Site(f"{package}.model.utils", "aggregate_atom_to_token", aggregation.means_by_token, counted=False),
-        Site(f"{package}.model.modules.diffusion", "DiffusionModule.forward", graphs.step),
-        Site(f"{package}.model.{package}", f"{model}.sample_diffusion", graphs.loop, counted=False),
-        *graphs.blocks(f"{package}.{_BLOCK}", method=block, instead={"inplace_safe": False}),
+def _client(package: str, model: str, method: str, *more: Site) -> Client:
+    """Protenix or OpenDDE. `model` is the class of the whole model, `method` is what its pairformer calls of a block."""
+    layers, primitives = f"{package}.model.triangular.layers", f"{package}.model.modules.primitives"
+    triangles, block = f"{package}.model.triangular.triangular", f"{package}.model.modules.pairformer:PairformerBlock"
+    return Client(
+        package,
+        package,
+        (
+            Site(layers, "_attention", additive),
+            Site(layers, "cuequivariance_triangular_attn", kernel),
+            *more,
+            Site(primitives, "_attention", _single),
+            Site(triangles, "kernel_triangular_mult", multiplication, missing="cuequivariance_torch", counted=False),
+            Site(layers, "Attention.forward"),
+            Site(primitives, "_local_attention"),
+            Site(primitives, "Attention.forward"),
+        ),
+        layers=(
+            *known_sites(package, but="PairformerBlock", least_trained=FEW),
+            *sites(block, method=method, least_trained=FEW),
+        ),
+        steps=(
+            Site(f"{package}.model.utils", "aggregate_atom_to_token", aggregation.means_by_token, counted=False),
+            Site(f"{package}.model.modules.diffusion", "DiffusionModule.forward", graphs.step),
+            Site(f"{package}.model.{package}", f"{model}.sample_diffusion", graphs.loop, counted=False),
+            # In inference blocks write into their input; recorded ones do not.
+            *graphs.blocks(block, method=method, instead={"inplace_safe": False}),
+        ),
     )
 
 
 CLIENTS = {
-    "protenix": Client(
+    "protenix": _client(
         "protenix",
-        "protenix",
-        _sites(
-            "protenix",
-            Site("protenix.model.triangular.layers", "_tri_attention", queries_first(scaled=True)),
-            Site("protenix.model.triangular.layers", "_deepspeed_evo_attn", queries_first(scaled=False)),
-        ),
-        layers=known_sites("protenix", least_trained=FEW),
-        steps=_steps("protenix", "Protenix", ".forward"),
+        "Protenix",
+        ".forward",
+        Site("protenix.model.triangular.layers", "_tri_attention", queries_first(scaled=True)),
+        Site("protenix.model.triangular.layers", "_deepspeed_evo_attn", queries_first(scaled=False)),
     ),
-    "opendde": Client(
-        "opendde",
-        "opendde",
-        _sites("opendde"),
-        layers=(
-            *known_sites("opendde", but="PairformerBlock", least_trained=FEW),
-            *sites(f"opendde.{_BLOCK}", method=".forward_source", least_trained=FEW),
-        ),
-        steps=_steps("opendde", "OpenDDE", ".forward_source"),
-    ),
+    "opendde": _client("opendde", "OpenDDE", ".forward_source"),
 }

@@ -160,7 +160,11 @@ class Patch:
 
     def _lost(self) -> list[Site]:
         """The sites at which another function stands by now, which does not call the replacement."""
-        return [site for site, replacement in self._replacements.items() if not _calls(site.find()[2], replacement)]
+
+        def is_lost(function: Any, replacement: Callable[..., Any]) -> bool:
+            return inspect.unwrap(function, stop=lambda x: x is replacement) is not replacement
+
+        return [site for site, replacement in self._replacements.items() if is_lost(site.find()[2], replacement)]
 
     def _mend(self, of: Client) -> None:
         """Replace what is the client's own again, because its module was reloaded. What others put there stays."""
@@ -336,10 +340,3 @@ def _names_of(function: Callable[..., Any], of: Client) -> list[tuple[types.Modu
     packages = {site.module.partition(".")[0] for site in of.sites}
     modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in packages and module]
     return [(module, name) for module in modules for name, value in list(vars(module).items()) if value is function]
-
-
-def _calls(function: Any, replacement: Callable[..., Any]) -> bool:
-    """Return whether a function is the replacement, or wraps it."""
-    while function is not None and function is not replacement:
-        function = getattr(function, "__wrapped__", None)
-    return function is replacement

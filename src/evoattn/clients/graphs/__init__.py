@@ -220,7 +220,7 @@ class Steps:
             spec = flat((call.args, call.kwargs), seen.device, tensors)
         except NotCaptured as error:
             return str(error), None, None
-        if torch.is_grad_enabled() and (seen.wants_gradients() or any(x.requires_grad for x in tensors)):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*seen.weights, *tensors)):
             return "a gradient may be wanted", None, None
         if not tensors or not guards.ordinary(tensors):
             return "no argument is an ordinary tensor" if not tensors else "an argument is no ordinary tensor", None, None
@@ -249,7 +249,9 @@ class Steps:
             kind.obstacle = "it changes its arguments"
         elif kind.is_ready(call.tensors):
             kind.record(self._recorder, self._original, module, call, self._shared)
-            self._drop_oldest()
+            kinds = {kind for known in self._known.values() for kind in known.kinds.values() if kind.is_recorded}
+            for oldest in sorted(kinds, key=lambda x: x.used)[:-_RECORDED]:
+                oldest.drop()
         return result
 
     def _compare(self, module: nn.Module, known: _Known, kind: CallKind, call: Call) -> Any:
@@ -286,9 +288,3 @@ class Steps:
             return flat((call.args, call.kwargs), call.tensors[0].device, after) != spec or addresses(after) != before
         except NotCaptured:
             return True
-
-    def _drop_oldest(self) -> None:
-        kinds = {kind for known in self._known.values() for kind in known.kinds.values()}
-        recorded = [kind for kind in kinds if kind.is_recorded]
-        for kind in sorted(recorded, key=lambda x: x.used)[:-_RECORDED]:
-            kind.drop()

@@ -60,10 +60,6 @@ class Seen:
         everywhere = torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks
         return any(self._hooks) or any(everywhere)
 
-    def wants_gradients(self) -> bool:
-        """Return whether a weight requires a gradient."""
-        return any(x.requires_grad for x in self.weights)
-
     def structure(self) -> Hashable:
         """A key that is equal for modules that compute the same with the same weights.
 

@@ -68,13 +68,11 @@ def triangle(layer: Layer, x: Tensor, mask: Tensor | None = None, *, transpose_b
 
 
 def protenix_triangle(layer: Layer, x: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    """Call the layer with Protenix' arguments."""
     check_scaled(x, switches.get("triangle_attention", "torch"))
     return triangle(layer, x, mask, **switches)
 
 
 def templates(layer: Layer, t: Tensor, z: Tensor, template_mask: Tensor | None = None, **switches: Any) -> Tensor:
-    """Call the layer with OpenFold's arguments."""
     ignore(switches)
     return layer(t, z, template_mask)
 
@@ -102,7 +100,6 @@ def protenix_pair_bias(
     extra_attn_bias: Tensor | None = None,
     **switches: Any,
 ) -> Tensor:
-    """Call the layer with Protenix' arguments."""
     ignore(switches)
     if n_queries or n_keys or enable_efficient_fusion or extra_attn_bias is not None:
         raise ClientsOwn("windows, another product of the pair bias or one more bias")

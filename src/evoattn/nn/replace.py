@@ -178,7 +178,13 @@ class Snapshot:
 
     def holds(self, client: nn.Module) -> bool:
         """Return whether the layer still has the same modules with the same settings."""
-        return all(_is_same(*part) for part in ((client, *self._layer), *self._inner))
+        for module, children, settings in ((client, *self._layer), *self._inner):
+            now, own = module._modules, module.__dict__
+            if len(now) != len(children) or any(now.get(name) is not child for name, child in children):
+                return False
+            if any(name not in own or own[name] != x for name, x in settings):
+                return False
+        return True
 
 
 class Replacement:
@@ -265,18 +271,7 @@ def _layer_of(client: nn.Module) -> nn.Module:
     return replacement.layer
 
 
-_Named = tuple[tuple[str, Any], ...]
-"""Names and values."""
-
-
-def _is_same(module: nn.Module, children: _Named, settings: _Named) -> bool:
-    """Return whether a module has these children and settings."""
-    now, own = module._modules, module.__dict__
-    same = len(now) == len(children) and all(now.get(name) is child for name, child in children)
-    return same and all(name in own and own[name] == x for name, x in settings)
-
-
-def _settings(module: nn.Module) -> _Named:
+def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     """The numbers, strings and bools that a client's module was made with. torch's own modules are called as they are."""
     if type(module).__module__.startswith("torch.nn.modules."):
         return ()

@@ -135,11 +135,12 @@ class Patch:
             raise ImportError(f"{of.name} is not installed: no distribution {of.distribution} in this environment")
         wanted = [part for part in _parts(of, layers, graphs) if (of.name, part.kind) not in self._applied]
         for site in itertools.chain.from_iterable(part.sites for part in wanted):
-            _find(of, site)
+            check_function(of, site)
         for part in wanted:
             self._replace(of, part.sites, part.values)
             self._applied.add((of.name, part.kind))
         self.versions[of.name] = version
+        active[of.name] = self
 
     def _redo(self) -> None:
         """Replace again what `undo` put back."""
@@ -173,7 +174,7 @@ class Patch:
             again = []
             for site in filter(lost.__contains__, part.sites):
                 with contextlib.suppress(UnknownRelease):
-                    _find(of, site)
+                    check_function(of, site)
                     again.append(site)
             owners = [sys.modules[site.module] for site in again]
             self._changes = [x for x in self._changes if x.owner not in owners or vars(x.owner).get(x.name) is x.now]
@@ -182,7 +183,7 @@ class Patch:
 
     def _replace(self, of: Client, sites: Iterable[Site], values: Iterable[tuple[str, str, Any]]) -> None:
         """Check these sites, then replace them."""
-        targets = [(site, *_find(of, site)) for site in sites]
+        targets = [(site, *check_function(of, site)) for site in sites]
         for before in self._replacements.values():  # what was recorded did not call what comes now
             recorded.release(before)
         changes: list[_Change] = []
@@ -253,14 +254,11 @@ def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False)
     if graphs and not client(name).steps:
         known = ", ".join(repr(each) for each in NAMES if client(each).steps)
         raise ValueError(f"graphs must be False for {name!r}: CUDA graphs are recorded of {known}")
+    patched = active.get(name) or Patch()
     if name in active:
-        active[name]._fresh = False
-        active[name]._mend(client(name))
-        active[name]._apply(client(name), layers, graphs)
-        return active[name]
-    patched = Patch()
+        patched._fresh = False
+        patched._mend(client(name))
     patched._apply(client(name), layers, graphs)
-    active[name] = patched
     return patched
 
 
@@ -271,7 +269,6 @@ def _patch_all(layers: bool, graphs: bool) -> Patch:
             continue
         try:
             patched._apply(client(name), layers, graphs)
-            active[name] = patched
         except (ImportError, UnknownRelease) as error:
             print(f"evoattn does not patch {name}: {error}", file=sys.stderr)
     print(str(patched).splitlines()[0].partition(":")[0], file=sys.stderr)
@@ -327,12 +324,6 @@ def _parts(of: Client, layers: bool = True, graphs: bool = True) -> list[_Part]:
     """Return what is replaced, in order: attention, layers over it, steps over both. Each passes on what it does not know."""
     parts = [_Part("attention", of.sites, of.values)]
     return parts + [_Part("layers", of.layers)] * layers + [_Part("steps", of.steps)] * graphs
-
-
-def _find(of: Client, site: Site) -> tuple[Any, str, Callable[..., Any]]:
-    """A site's owner, a module or a class, its name there, and the function, if it is the one that is known."""
-    owner, name, function = site.find()
-    return owner, name, check_function(of, site, function)
 
 
 def _names_of(function: Callable[..., Any], of: Client) -> list[tuple[types.ModuleType, str]]:

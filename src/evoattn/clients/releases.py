@@ -55,8 +55,9 @@ def digests_in_file(site: Site) -> set[str]:
     return {_digest("".join(inspect.getblock(lines[first - 1 :]))) for first in firsts}
 
 
-def check_function(of: Client, site: Site, function: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The function that stands at a site; UnknownRelease unless it is one that is known."""
+def check_function(of: Client, site: Site) -> tuple[Any, str, Callable[..., Any]]:
+    """A site's owner, a module or a class, its name there, and the function; UnknownRelease unless it is one that is known."""
+    owner, name, function = site.find()
     if function is None:
         raise UnknownRelease(_unknown(of, f"has no {site}"))
     try:
@@ -64,7 +65,7 @@ def check_function(of: Client, site: Site, function: Callable[..., Any] | None) 
             raise UnknownRelease(_unknown(of, f"has another {site}"))
     except (OSError, TypeError) as error:
         raise UnknownRelease(_unknown(of, f"does not show the source of {site}")) from error
-    return function
+    return owner, name, function
 
 
 def check_files(of: Client) -> None:

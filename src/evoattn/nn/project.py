@@ -39,7 +39,8 @@ def layer_norm(x: Tensor, norm: nn.Module, dtype: torch.dtype) -> Tensor:
     """Apply a norm to x, with the result in `dtype`. The backward keeps x, and mean and deviation of each row."""
     if not is_norm(norm):
         return call(norm, x, dtype)
-    return _NormLinear.apply(x, *_settings(norm), dtype, None, None, (0, 0))  # type: ignore[no-untyped-call, no-any-return]
+    affine = (norm.weight, norm.bias, norm.eps)
+    return _NormLinear.apply(x, *affine, dtype, None, None, (0, 0))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def linear(x: Tensor, module: nn.Linear) -> Tensor:
@@ -71,8 +72,8 @@ def project(x: Tensor, norm: nn.Module | None, linears: Sequence[nn.Linear]) -> 
     if norm is None:
         joined = F.linear(x.to(dtype), weight, bias)
     else:
-        norm_weight, norm_bias, eps = _settings(norm)
-        joined = _NormLinear.apply(x, norm_weight, norm_bias, eps, dtype, weight, bias, biased)  # type: ignore[no-untyped-call]
+        affine = (norm.weight, norm.bias, norm.eps)
+        joined = _NormLinear.apply(x, *affine, dtype, weight, bias, biased)  # type: ignore[no-untyped-call]
         joined = joined.view(*x.shape[:-1], joined.shape[-1])
     if len(linears) == 1:  # an ordinary view, which the caller may change in place
         return [joined[..., : linears[0].out_features]]
@@ -80,10 +81,6 @@ def project(x: Tensor, norm: nn.Module | None, linears: Sequence[nn.Linear]) -> 
     if guards.only_computes():
         return list(_Split.apply(joined, sizes))  # type: ignore[no-untyped-call]
     return list(joined.split(sizes, -1)[::2])
-
-
-def _settings(norm: nn.Module) -> tuple[Any, Any, float]:
-    return norm.weight, norm.bias, norm.eps  # type: ignore[return-value]
 
 
 def _gap(module: nn.Linear, dtype: torch.dtype) -> int:

@@ -98,8 +98,8 @@ def test_steps_of_the_toy(program: Program, options: tuple[str, ...]) -> None:
         """
         from toy_client.denoiser import Denoiser
         Denoiser(8, 8)(x)
-        from evoattn.clients.patching import _active
-        print(_active["toy"].steps if "toy" in _active else None)
+        from evoattn.clients.patching import active
+        print(active["toy"].steps if "toy" in active else None)
         """
     )
     path = program.folder / "program.py"

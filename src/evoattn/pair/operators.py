@@ -94,13 +94,13 @@ class Operator:
             return result if out is None else out.copy_(result)
         folded = x.reshape(-1, *x.shape[-self.axes :]).contiguous()
         factors = None if mask is None else mask.expand(x.shape[:-1]).reshape(folded.shape[:-1]).contiguous()
-        into = writable_out(out, x, mask, *weights)
         if not guards.only_computes():  # torch has to see an operator
             results = self.forward(folded, factors, *weights, *options)
             result = results[0] if self.saved else results
         elif recorded:
             result = _Recorded.apply(self, folded, factors, options, split, *weights)  # type: ignore[no-untyped-call]
         else:
+            into = writable_out(out, x, mask, *weights)
             (result, *_) = self.run(folded, factors, weights, options, split, save=False, out=into)
             if into is not None:
                 if not into.is_inference():

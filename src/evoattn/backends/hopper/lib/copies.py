@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 from cutlass import BFloat16, Float32, Int32, const_expr, cute, range_constexpr
@@ -18,26 +18,20 @@ _VECTOR = 8  # elements of 16 bytes
 _TILES = 4  # tiles of keys of a panel that load together
 
 
-class Tma(NamedTuple):
-    """A copy that is set up by the host: the copy atom, and the tensor as the copy engine addresses it."""
-
-    atom: Any
-    tensor: Any
-
-
-def load_tma(x: Any, layout: Any, tile: tuple[int, ...], axes: tuple[int, ...] = (3, 4, 2, 1, 0)) -> Tma:
+def load_tma(x: Any, layout: Any, tile: tuple[int, ...], axes: tuple[int, ...] = (3, 4, 2, 1, 0)) -> Any:
     """Set up loads of tiles [l,d] of a tensor [b,n,h,l,d] into shared memory, whose `layout` has several tiles."""
     return _tma(cpasync.CopyBulkTensorTileG2SOp(), x, layout, tile, axes)
 
 
-def store_tma(x: Any, layout: Any, tile: tuple[int, ...]) -> Tma:
+def store_tma(x: Any, layout: Any, tile: tuple[int, ...]) -> Any:
     """Set up stores of tiles [l,d] from shared memory to a tensor [b,n,h,l,d]."""
     return _tma(cpasync.CopyBulkTensorTileS2GOp(), x, layout, tile, (3, 4, 2, 1, 0))
 
 
-def _tma(operation: Any, x: Any, layout: Any, tile: tuple[int, ...], axes: tuple[int, ...]) -> Tma:
+def _tma(operation: Any, x: Any, layout: Any, tile: tuple[int, ...], axes: tuple[int, ...]) -> Any:
+    """The copy atom, and the tensor as the copy engine addresses it."""
     view = cute.make_tensor(x.iterator, cute.select(x.layout, mode=list(axes)))
-    return Tma(*cpasync.make_tiled_tma_atom(operation, view, cute.slice_(layout, (None, None, 0)), tile))
+    return tuple(cpasync.make_tiled_tma_atom(operation, view, cute.slice_(layout, (None, None, 0)), tile))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +48,12 @@ class TmaTiles:
     sX: Any
 
     @classmethod
-    def of(cls, tma: Tma, tile: tuple[int, ...], shared: Any, axes: tuple[Any, ...] = (None, 0, None, None, None)) -> TmaTiles:
+    def of(cls, tma: Any, tile: tuple[int, ...], shared: Any, axes: tuple[Any, ...] = (None, 0, None, None, None)) -> TmaTiles:
         """The tiles of a copy that the host has set up; `axes`: None for those that tiles are numbered along."""
-        gX = cute.group_modes(cute.local_tile(tma.tensor, tile, axes), 0, 2)
-        sX, gX = cpasync.tma_partition(tma.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), gX)
-        return cls(tma.atom, gX, sX)
+        atom, tensor = tma
+        gX = cute.group_modes(cute.local_tile(tensor, tile, axes), 0, 2)
+        sX, gX = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), gX)
+        return cls(atom, gX, sX)
 
     def load(self, coord: tuple[Any, ...], tile: Any, ring: Ring, stage: Any) -> None:
         """Load the tile at `coord` into tile `tile` of shared memory, for a stage of a ring, by all threads of a warp."""

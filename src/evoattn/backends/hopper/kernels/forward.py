@@ -35,7 +35,7 @@ from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.kernels.forward_consumer import ForwardTiles, Thread, consume
 from evoattn.backends.hopper.kernels.forward_mma import ForwardRings
-from evoattn.backends.hopper.kernels.forward_producer import ForwardCopies, produce
+from evoattn.backends.hopper.kernels.forward_producer import produce
 from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.kernels.repair import WARP_QUERIES
 from evoattn.backends.hopper.launch import Kernel, float32_spec, key_ends_spec, lines_spec, sizes, strided_spec
@@ -43,7 +43,7 @@ from evoattn.backends.hopper.lib.copies import TmaTiles, load_tma, store_tma
 from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
 from evoattn.backends.hopper.lib.schedule import panel_start
-from evoattn.backends.hopper.tiles import CHAIN, CONSUMERS, HALVES, KEYS, MMA_M, SLICE, STREAMS, padded
+from evoattn.backends.hopper.tiles import CHAIN, CONSUMERS, FORWARD_QUERIES, HALVES, KEYS, MMA_M, SLICE, STREAMS, padded
 
 THREADS = (CONSUMERS + 1) * 128
 
@@ -177,8 +177,8 @@ class Forward(Kernel):
         lq, lk, lv, lp, li, lo = self.layouts()
         new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
         if const_expr(self.float32_pair):
-            memory = smem.allocate_array(Float32, self.pair_tiles * MMA_M * KEYS, byte_alignment=1024)
-            sPair = cute.make_tensor(memory, cute.make_layout((4, 128, 8, self.pair_tiles), stride=(1, 4, 512, MMA_M * KEYS)))
+            layout = cute.make_layout((4, 128, 8, self.pair_tiles), stride=(1, 4, 512, MMA_M * KEYS))
+            sPair = smem.allocate_tensor(Float32, layout, 1024)
         else:
             sPair = new(lp)
         sK, sV, sQ = new(lk), new(lv), new(lq)
@@ -188,17 +188,11 @@ class Forward(Kernel):
         rings = ForwardRings(
             Ring.allocate(smem, STREAMS * ST), Ring.allocate(smem, ST), Ring.allocate(smem, STREAMS * self.query_stages)
         )
-        sState = cute.make_tensor(
-            smem.allocate_array(Int32, CONSUMERS * 4 * 8), cute.make_layout((CONSUMERS * 4, 8), stride=(8, 1))
-        )
+        sState = smem.allocate_tensor(Int32, cute.make_layout((CONSUMERS * 4, 8), stride=(8, 1)))
         # The references of the pair bias, of each warp's queries.
-        sReference = cute.make_tensor(
-            smem.allocate_array(Float32, CONSUMERS * 4 * WARP_QUERIES), cute.make_layout((WARP_QUERIES, CONSUMERS * 4))
-        )
+        sReference = smem.allocate_tensor(Float32, cute.make_layout((WARP_QUERIES, CONSUMERS * 4)))
         # What a stream's producer tells its consumers of each turn: ROW and SLICES, the row n and its slices of keys.
-        sWork = cute.make_tensor(
-            smem.allocate_array(Int32, STREAMS * 4 * 2), cute.make_layout((STREAMS, 4, 2), stride=(8, 2, 1))
-        )
+        sWork = smem.allocate_tensor(Int32, cute.make_layout((STREAMS, 4, 2), stride=(8, 2, 1)))
         return ForwardTiles(sQ, sK, sV, sPair, sIdentity, sTerms, sO), sTerms, rings, (sWork, sState, sReference)
 
     @cute.kernel
@@ -218,7 +212,7 @@ class Forward(Kernel):
             fill_identity(self, shared.sIdentity, args.scale, tid)
         arch.sync_threads()
         # ---- this block's share: units (panel, n) from first to last
-        panels = (LQ + HALVES * MMA_M - 1) // (HALVES * MMA_M)
+        panels = (LQ + FORWARD_QUERIES - 1) // FORWARD_QUERIES
         sizes = (blocks, B * H, panels, N, LQ)
         span = (panel_start(bid, *sizes), panel_start(bid + 1, *sizes))
         copy_Q = TmaTiles.of(tma_Q, (MMA_M, D), shared.sQ)
@@ -236,7 +230,7 @@ class Forward(Kernel):
                 arch.griddepcontrol_wait()
             if s < STREAMS:
                 pair_tiles = cute.make_tensor(shared.sPair.iterator, cute.make_layout((MMA_M * KEYS, self.pair_tiles)))
-                copies = ForwardCopies(copy_Q, copy_K, copy_V, copy_pair)
+                copies = (copy_Q, copy_K, copy_V, copy_pair)
                 produce(self, s, args, span, sizes, key_blocks, exchange[0], pair_tiles, sTerms, rings.stream(s, ST), copies)
         else:
             # ================= consumers

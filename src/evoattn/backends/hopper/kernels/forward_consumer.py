@@ -67,11 +67,10 @@ def consume(
     """
     stream, half, wg_warp, _, lane, _, _, tid, warp_idx, wg = thread
     _, _, panels, N, LQ = sizes
-    scale, mPairReference = args.scale, args.mPairReference
-    applied, inverse, excess = scale, Float32(1.0) / scale, Float32(0.0)
+    applied, inverse, excess = args.scale, Float32(1.0) / args.scale, Float32(0.0)
     if const_expr(variant.keys_twice):
         inverse = inverse.to(variant.dtype).to(Float32)
-        applied, excess = Float32(1.0) / inverse, fma(scale, inverse, Float32(-1.0))
+        applied, excess = Float32(1.0) / inverse, fma(args.scale, inverse, Float32(-1.0))
     c = applied * LOG2E
     floor = Float32(DEAD) if const_expr(variant.dtype is BFloat16) else c * (-VETO * VETO)
     operands, row, copy = fragments(variant, tiles, thread, inverse, excess)
@@ -101,7 +100,7 @@ def consume(
                 arch.griddepcontrol_wait()
             if lane < WARP_QUERIES:
                 query = cutlass.min(((i * HALVES + half) * (MMA_M // WARP_QUERIES) + wg_warp) * WARP_QUERIES + lane, LQ - 1)
-                sReference[lane, warp_idx] = broadcast_load(mPairReference, b, h, query)
+                sReference[lane, warp_idx] = broadcast_load(args.mPairReference, b, h, query)
         arch.sync_warp()
         if const_expr(variant.pair and variant.resident):
             arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
@@ -310,7 +309,6 @@ def store_row(
     """
     (_, _, acc_O, m, l), (tile, h, n, b, output), (_, _, _, _, lane, g, t4, *_) = row, target, thread
     sReference = sReference[None, thread.warp_idx]
-    mLSE, mReference = args.mLSE, args.mReference
     for x in range_constexpr(2):
         l[x] = arch.warp_reduction_sum(l[2 * x] + l[2 * x + 1], threads_in_group=4)
     arch.cp_async_bulk_wait_group(0, read=True)
@@ -344,8 +342,8 @@ def store_row(
             if const_expr(variant.pair):
                 reference = sReference[g + 8 * x]
                 value = cutlass.select_(distant, Float32.inf, value)
-            mLSE[b, n, h, query] = cutlass.select_(in_range, value, Float32.nan)
-            mReference[b, n, h, query] = reference
+            args.mLSE[b, n, h, query] = cutlass.select_(in_range, value, Float32.nan)
+            args.mReference[b, n, h, query] = reference
     return repairs
 
 

@@ -49,14 +49,8 @@ class ForwardOperands(namedtuple("ForwardOperands", "tSrQ tSsQ tSrAlpha tSrK tSr
     """
 
 
-@dataclasses.dataclass(frozen=True)
-class QueryCopy:
+class QueryCopy(namedtuple("QueryCopy", "atom source target excess")):
     """The copy of a row's queries into registers; `excess` is the part of the scale that 8 channels take besides."""
-
-    atom: Any
-    source: Any
-    target: Any
-    excess: Any
 
 
 def query_slot(variant, stream, turn, phase):
@@ -120,11 +114,6 @@ def release_keys(variant, rings, stage: Int32, lane: Int32):
             arch.mbarrier_arrive(rings.pair.emptied(stage))
 
 
-def pair_tile(variant, j, slot, half):
-    """The tile of shared memory that has the pair bias of block j."""
-    return (j if variant.resident else slot.stage) * HALVES + half
-
-
 @cute.jit
 def chain_steps(
     variant, j: cutlass.Constexpr, left: Int32, blocks: Int32, queries, operands, row, c: Float32, half: Int32, slot,
@@ -171,7 +160,7 @@ def scores(variant, queries, operands, acc_S, part, j, slot, half, rings):
     With a float32 pair bias the accumulators start from it.
     """
     _, _, tSrAlpha, tSrK, tSrTerms, tSrPair, tSrIdentity, _ = operands
-    tile, stage = pair_tile(variant, j, slot, half), rings.keys.index(slot.stage)
+    tile, stage = (j if variant.resident else slot.stage) * HALVES + half, rings.keys.index(slot.stage)
     if variant.float32_pair:
         for x in range(4):
             four = cute.make_tensor(acc_S.iterator + 4 * x, cute.make_layout(4))

@@ -6,30 +6,17 @@ writes queries, keys, values and biases into shared memory.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import cutlass
 from cutlass import Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
 from evoattn.backends.hopper.kernels.forward_mma import ROW, SLICES, query_slot
 from evoattn.backends.hopper.kernels.key_bias import TERMS
-from evoattn.backends.hopper.lib.copies import TmaTiles, bulk_load
+from evoattn.backends.hopper.lib.copies import bulk_load
 from evoattn.backends.hopper.lib.primitives import broadcast_index
 from evoattn.backends.hopper.lib.ring import Slot
 from evoattn.backends.hopper.lib.schedule import interleaved_row, panel_phase, place, stretch
 from evoattn.backends.hopper.tiles import HALVES, KEYS, MMA_M, SLICE, STREAMS, padded
-
-
-@dataclasses.dataclass(frozen=True)
-class ForwardCopies:
-    """The copies into shared memory; `pair` is None if the pair bias does not stream in 16 bits."""
-
-    q: TmaTiles
-    k: TmaTiles
-    v: TmaTiles
-    pair: Any
 
 
 @cute.jit
@@ -38,6 +25,7 @@ def produce(
 ):
     """Load the units of a span for a stream: row after row, one block of keys after another."""
     unit, last = span
+    copy_Q, copy_K, copy_V, copy_pair = copies
     _, _, panels, N, _ = sizes
     H = args.mQ.shape[2]
     slot, query_phase, turn = rings.keys.start(), Int32(0), Int32(0)
@@ -63,7 +51,9 @@ def produce(
                 slices = cutlass.max((end + SLICE - 1) // SLICE, 1)
                 if const_expr(not variant.half_blocks):
                     slices = (slices + 1) // 2 * 2
-            free = free_slot(variant, stream, turn, query_phase)
+            free = query_slot(variant, stream, turn, query_phase)
+            if const_expr(variant.query_stages == 2):  # the row before releases it at its first step
+                free = Slot(free.stage, (turn + 3) // 2 % 2 ^ 1)
             rings.queries.producer_acquire(free)
             with arch.elect_one():
                 sWork[stream, turn, ROW] = n
@@ -71,27 +61,20 @@ def produce(
                 rings.queries.expect(free.stage, HALVES * MMA_M * padded(variant.channels) * 2)
             turn = (turn + 1) & 3
             for x in range_constexpr(HALVES):
-                tile = (i * HALVES + x, h, n, b)
-                copies.q.load(tile, free.stage * HALVES + x, rings.queries, free.stage)
+                copy_Q.load((i * HALVES + x, h, n, b), free.stage * HALVES + x, rings.queries, free.stage)
             query_phase ^= 1
             for j in cutlass.range((slices + 1) // 2, unroll=1):
                 stage = rings.keys.index(slot.stage)
                 if const_expr(variant.streamed):
                     if stream == 0:
-                        load_pair(variant, args.mPair, j, i, pair_h, pair_b, slot, rings.pair, sPair, copies)
-                load_keys(variant, args, j, h, n, b, slot, stage, rings.keys, sTerms, copies)
+                        load_pair(variant, args.mPair, j, i, pair_h, pair_b, slot, rings.pair, sPair, copy_pair)
+                load_keys(variant, args, (j, h, n, b), slot, stage, rings.keys, sTerms, copy_K, copy_V)
                 slot = rings.keys.advance(slot)
             p += STREAMS
         unit += p1 - p0
 
 
-def free_slot(variant, stream, turn, phase):
-    """The slot for the queries of row `turn`. With two slots the row before releases it at its first step."""
-    slot = query_slot(variant, stream, turn, phase)
-    return slot if variant.query_stages == 1 else Slot(slot.stage, (turn + 3) // 2 % 2 ^ 1)
-
-
-def load_pair(variant, pair, j, i, h, b, slot, ring, sPair, copies):
+def load_pair(variant, pair, j, i, h, b, slot, ring, sPair, copy_pair):
     """Load the pair bias of a block of keys, once for both streams."""
     ring.producer_acquire(slot, HALVES * MMA_M * KEYS * (4 if variant.float32_pair else 2))
     for x in range(HALVES):
@@ -100,17 +83,18 @@ def load_pair(variant, pair, j, i, h, b, slot, ring, sPair, copies):
                 tile = pair[b, h, i * HALVES + x, j, None]
                 bulk_load(tile, sPair[None, slot.stage * HALVES + x], ring, slot.stage)
         else:
-            copies.pair.load((i * HALVES + x, j, h, b), slot.stage * HALVES + x, ring, slot.stage)
+            copy_pair.load((i * HALVES + x, j, h, b), slot.stage * HALVES + x, ring, slot.stage)
 
 
-def load_keys(variant, args, j, h, n, b, slot, stage, ring, sTerms, copies):
+def load_keys(variant, args, coord, slot, stage, ring, sTerms, copy_K, copy_V):
     """Load keys, values and key bias of a block of keys."""
     width = variant.key_width + padded(variant.channels) + (TERMS if variant.key_bias else 0)
     ring.producer_acquire(slot, 2 * KEYS * width)
     if variant.key_bias:
+        j, _, n, b = coord
         terms = cute.local_tile(args.mTerms, (1, KEYS * TERMS), (b * args.stride_b + n * args.stride_n, j))
         to = cute.make_tensor(sTerms + stage * KEYS * TERMS, cute.make_layout((1, KEYS * TERMS)))
         with arch.elect_one():
             bulk_load(terms, to, ring, slot.stage)
-    copies.k.load((j, h, n, b), stage, ring, slot.stage)
-    copies.v.load((j, h, n, b), stage, ring, slot.stage)
+    copy_K.load(coord, stage, ring, slot.stage)
+    copy_V.load(coord, stage, ring, slot.stage)

@@ -34,14 +34,13 @@ def repair_queries(variant, args, b: Int32, n: Int32, h: Int32, first: Int32):
     Biases far below 0 are raised, so that scores keep their digits. `_store` takes from the reference what that adds to the
     largest score.
     """
-    mQ, mK, mV, mPairReference = args.mQ, args.mK, args.mV, args.mPairReference
     bias_row = b * args.stride_b + n * args.stride_n
     g, t = arch.lane_idx() // 4, arch.lane_idx() % 4
-    LQ, LK = mQ.shape[3], mK.shape[3]
-    steps, tiles = (variant.channels + 15) // 16, variant.channels // 8
+    LQ, LK = args.mQ.shape[3], args.mK.shape[3]
+    tiles = variant.channels // 8
     queries = (first + g, first + g + 8)
     lines = tuple(cutlass.min(x, LQ - 1) for x in queries)
-    rQ = tuple(_words(variant, mQ[b, n, h, lines[x % 2], None], 8 * (x // 2) + 2 * t) for x in range(4 * steps))
+    rQ = tuple(_words(variant, args.mQ[b, n, h, lines[x % 2], None], 8 * (x // 2) + 2 * t) for x in range(4 * variant.steps))
     top, total = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
     acc_O = cute.make_rmem_tensor((4, tiles), Float32)
     top.fill(-Float32.inf)
@@ -51,7 +50,7 @@ def repair_queries(variant, args, b: Int32, n: Int32, h: Int32, first: Int32):
     references.fill(0.0)
     if const_expr(variant.pair):
         for x in range_constexpr(2):
-            references[x] = broadcast_load(mPairReference, b, h, lines[x])
+            references[x] = broadcast_load(args.mPairReference, b, h, lines[x])
     true_top = cute.make_rmem_tensor(2, Float32)  # the largest scores with the biases as they are
     true_top.fill(-Float32.inf)
     for j0 in cutlass.range(0, LK, _KEYS, unroll=1):
@@ -82,7 +81,7 @@ def repair_queries(variant, args, b: Int32, n: Int32, h: Int32, first: Int32):
                 key = j0 + 2 * t + x % 2 + 8 * (x // 2)
                 B[x] = variant.dtype(0.0)
                 if key < LK:
-                    B[x] = mV[b, n, h, key, 8 * y + g]
+                    B[x] = args.mV[b, n, h, key, 8 * y + g]
             sums = mma_m16n8k16(variant.dtype, [acc_O[x, y] for x in range(4)], P, [packed(B)[0], packed(B)[1]])
             for x in range_constexpr(4):
                 acc_O[x, y] = sums[x]
@@ -94,22 +93,21 @@ def _store(
     variant, args, bnh, queries, acc_O: cute.Tensor, top: cute.Tensor, true_top: cute.Tensor, total: cute.Tensor, t: Int32
 ):
     """Write O and the LSE of this thread's two queries, if they are to be done again."""
-    (b, n, h), mO, mLSE, mReference = bnh, args.mO, args.mLSE, args.mReference
-    LQ = args.mQ.shape[3]
+    (b, n, h), mLSE, mReference = bnh, args.mLSE, args.mReference
     for x in range_constexpr(2):
         row_sum = arch.warp_reduction_sum(total[x], threads_in_group=4)
         if const_expr(variant.pair):
             true_top[x] = arch.warp_reduction_max(true_top[x], threads_in_group=4)
         masked = row_sum == 0.0
         old_lse = Float32(0.0)
-        if queries[x] < LQ:
+        if queries[x] < args.mQ.shape[3]:
             old_lse = mLSE[b, n, h, queries[x]]
         arch.sync_warp()  # all have read before one writes
         if old_lse != old_lse or old_lse == Float32.inf:
             for y in range_constexpr(variant.channels // 8):
                 for z in range_constexpr(2):
                     value = Float32(cutlass.select_(masked, Float32(0.0), acc_O[2 * x + z, y] / row_sum))
-                    mO[b, n, h, queries[x], 8 * y + 2 * t + z] = value.to(variant.dtype)
+                    args.mO[b, n, h, queries[x], 8 * y + 2 * t + z] = value.to(variant.dtype)
             if t == 0:
                 value = top[x] * LOG2E + cute.math.log2(row_sum, fastmath=True)
                 mLSE[b, n, h, queries[x]] = cutlass.select_(masked, -Float32.inf, value)

@@ -143,15 +143,12 @@ class KeyGradients(Kernel):
         sStats = smem.allocate_array(Float32, buffers * TILE, byte_alignment=128)
         sOut = new(lo)
         sQt, sdOt = cute.make_tensor(sQ.iterator, lqt.outer), cute.make_tensor(sdO.iterator, lqt.outer)
-        sPair: Any = (
-            smem.allocate_tensor(Float32, cute.make_layout((4, 128, 8 * self.blocks), stride=(1, 4, 512)), 128)
-            if const_expr(self.resident)
-            else None
-        )
+        pair_layout = cute.make_layout((4, 128, 8 * max(self.blocks, 1)), stride=(1, 4, 512))
+        sPair: Any = smem.allocate_tensor(Float32, pair_layout, 128) if const_expr(self.resident) else None
         pair_ring = smem.allocate_array(self.tile, RG * MMA_M * QUERIES if self.streamed else 8, byte_alignment=128)
         sPairTiles = cute.make_tensor(pair_ring, cute.make_layout((4, 128, 8, max(RG, 1)), stride=(1, 4, 512, MMA_M * QUERIES)))
         queries, keys = (Ring.allocate(smem, stages, sleeps=True) for stages in (buffers, NS))
-        sRows = cute.make_tensor(smem.allocate_array(Int32, 4 * NS), cute.make_layout((4, NS)))  # rows n, see `produce`
+        sRows = smem.allocate_tensor(Int32, cute.make_layout((4, NS)))  # rows n, see `produce`
         rings = consumer.KeyRings(queries, keys, Ring.allocate(smem, RG, sleeps=True))
         shared = consumer.KeyShared(sQ, sdO, sQt, sdOt, sStats, sK, sOut, sPair, sPairTiles)
         return shared, sStats, pair_ring, rings, sRows
@@ -180,8 +177,7 @@ class KeyGradients(Kernel):
         sizes, live = (B, N, H, NK), (args.mOrder, args.mStarts)
         total, change, skips_rows = line_time(self, live, sizes, blocks)
         each = cutlass.max(Int32(share(total, blocks)), 1)
-        begin = Int32(cutlass.min(Int64(bid) * each, total))
-        end = Int32(cutlass.min(Int64(bid + 1) * each, total))
+        begin, end = (Int32(cutlass.min(Int64(x) * each, total)) for x in (bid, bid + 1))
 
         copy_K, copy_V = (TmaTiles.of(x, (MMA_M, D), shared.sK) for x in (tma_K, tma_V))
         copy_Q, copy_dO = TmaTiles.of(tma_Q, (QUERIES, D), shared.sQ), TmaTiles.of(tma_dO, (QUERIES, D), shared.sdO)

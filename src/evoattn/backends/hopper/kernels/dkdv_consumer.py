@@ -64,8 +64,9 @@ class KeyRings:
         return dataclasses.replace(self, queries=self.queries.at(first, stages))
 
 
-def right_sides(variant, sQ, sdO, sQt, sdOt, sStats, buffers, wg_tid):
-    """The right sides of a thread's products: q and dO, both transposed for dS^T q and P^T dO, and the statistics."""
+def fragments(variant, shared, buffers, wg_tid, t4, lane):
+    """The operands of the products, and a `KeyRow`; `shared`: q, dO, both transposed, statistics, and k with v."""
+    sQ, sdO, sQt, sdOt, sStats, sK = shared
     mma_S, mma_dK = multiply(variant.dtype, False, K, SLICE), multiply(variant.dtype, False, MN, 16 * variant.steps)
     tSrQ, tdPrdO = (
         mma_S.make_fragment_B(
@@ -81,14 +82,7 @@ def right_sides(variant, sQ, sdO, sQt, sdOt, sStats, buffers, wg_tid):
         cute.recast_ptr(sStats, dtype=variant.dtype),
         cute.make_layout(((8, 4), (8, 2), (2, buffers)), stride=((8, 64), (1, 0), (8 * SLICE, 2 * TILE))),
     )
-    return tSrQ, tdPrdO, tdKrQ, tdVrdO, mma_S.make_fragment_B(mma_S.get_slice(wg_tid).partition_B(words))
-
-
-def fragments(variant, shared, buffers, wg_tid, t4, lane):
-    """The operands of the products, and a `KeyRow`; `shared`: q, dO, both transposed, statistics, and k with v."""
-    sQ, sdO, sQt, sdOt, sStats, sK = shared
-    mma_S, mma_dK = multiply(variant.dtype, False, K, SLICE), multiply(variant.dtype, False, MN, 16 * variant.steps)
-    right = right_sides(variant, sQ, sdO, sQt, sdOt, sStats, buffers, wg_tid)
+    tSrStats = mma_S.make_fragment_B(mma_S.get_slice(wg_tid).partition_B(words))
     acc_S, acc_dP = (mma_S.make_fragment_C(mma_S.partition_shape_C((MMA_M, SLICE))) for _ in range(2))
     acc_dK, acc_dV = (mma_dK.make_fragment_C(mma_dK.partition_shape_C((MMA_M, 16 * variant.steps))) for _ in range(2))
     tSrK, tdPrV = (mma_S.make_fragment_A(mma_S.partition_shape_A((MMA_M, padded(variant.channels)))) for _ in range(2))
@@ -98,6 +92,7 @@ def fragments(variant, shared, buffers, wg_tid, t4, lane):
     loads = cute.make_tiled_copy_A(ldmatrix, mma_S).get_slice(wg_tid)
     row = KeyRow(loads, loads.partition_S(sK), cute.make_rmem_tensor(6, Int32))
     row.terms.fill(0)
+    right = (tSrQ, tdPrdO, tdKrQ, tdVrdO, tSrStats)
     return KeyOperands(acc_S, acc_dP, acc_dK, acc_dV, tSrK, tdPrV, tSrKeyTerms, tdPrUnits, *right), row
 
 
@@ -328,7 +323,7 @@ def consume(
     """
     (begin, end, _, _, change), (tid, warp_idx, lane) = span, thread
     NS, ST, live, (LQ, LK), (copy_dK, copy_dV) = variant.streams, variant.stages, (args.mOrder, args.mStarts), lengths, copies
-    scale, mPair, stride_b, stride_n, mdMask = args.scale, args.mPair, args.stride_b, args.stride_n, args.mdMask
+    scale, stride_b, stride_n = args.scale, args.stride_b, args.stride_n
     stream, wg_warp, wg_tid = warp_idx // 4, warp_idx % 4, tid % 128
     g, t4 = lane // 4, lane % 4
     operands, row = fragments(variant, shared[:6], NS * ST, wg_tid, t4, lane)
@@ -346,7 +341,7 @@ def consume(
             if panel_in_use:
                 arch.barrier(barrier_id=1, number_of_threads=NS * 128)
             for u in cutlass.range(stream, 2 * NT, NS, unroll=2):
-                load_pair_bias(variant, thread_bias, mPair, u, b, h, first_key, t4, LQ, LK, inverse)
+                load_pair_bias(variant, thread_bias, args.mPair, u, b, h, first_key, t4, LQ, LK, inverse)
             arch.barrier(barrier_id=1, number_of_threads=NS * 128)
             panel_in_use = Boolean(True)
         position, count = stream, p1 - p0
@@ -382,7 +377,7 @@ def consume(
                 rings.keys.consumer_release(stream, lane)
             n = rows[row_count & 3]
             if const_expr(variant.mask_gradient):
-                store_mask_gradient(variant, sums, mdMask[b, n, h, None], first_key, t4)
+                store_mask_gradient(variant, sums, args.mdMask[b, n, h, None], first_key, t4)
             arch.cp_async_bulk_wait_group(0, read=True)
             arch.sync_warp()
             store_accumulator(operands.acc_dK, (scale, scale), shared.sOut[None, None, warp_idx], lane, variant.dtype)

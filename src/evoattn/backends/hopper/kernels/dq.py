@@ -21,7 +21,6 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute import arch
-from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.kernels import dq_consumer as consumer
@@ -34,8 +33,6 @@ from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn
 from evoattn.backends.hopper.lib.ring import Ring
 from evoattn.backends.hopper.lib.schedule import change_of, reached, share
 from evoattn.backends.hopper.tiles import MMA_M, SLICE, padded, query_interleave, query_sums
-
-K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
 
 class QueryArguments(
@@ -150,25 +147,19 @@ class QueryGradients(Kernel):
         new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
         sQ, sK, sV, sdQ = new(lq), new(lk), new(lk), new(lo)
         sKt = cute.make_tensor(sK.iterator, lkt.outer)
-        sPair: Any = (
-            smem.allocate_tensor(
-                Float32, cute.make_layout((4, 128, 4 * self.slices, WG), stride=(1, 4, 512, 2048 * self.slices)), 128
-            )
-            if const_expr(self.pair)
-            else None
-        )
+        pair_layout = cute.make_layout((4, 128, 4 * self.slices, WG), stride=(1, 4, 512, 2048 * self.slices))
+        sPair: Any = smem.allocate_tensor(Float32, pair_layout, 128) if const_expr(self.pair) else None
         across = self.channels // 8
         part_count = WG if self.warp_sums_dq else WG - 1
-        parts = smem.allocate_tensor(
-            Float32, cute.make_layout((4, 128, across, part_count), stride=(1, 4, 512, 512 * across)), 128
-        )
+        part_layout = cute.make_layout((4, 128, across, part_count), stride=(1, 4, 512, 512 * across))
+        parts = smem.allocate_tensor(Float32, part_layout, 128)
         inbox = smem.allocate_array(Float32, 512 * across if self.cluster > 1 else 4, byte_alignment=128)
         unit = self.keys * TERMS
         sTerms = smem.allocate_array(self.dtype, WG * ST * unit if self.key_bias else 8, byte_alignment=128)
         stats = smem.allocate_array(Float32, 3 * MMA_M, byte_alignment=128)  # -lse, -delta, dlse of a row's queries
         # The rows n that consumers work on, whether another one of the panel follows, and their live tiles of keys: four, since
         # row it + 4 comes when all have taken it + 3, and so left it + 2, for which what was left of it + 1 had to be summed.
-        sWork = cute.make_tensor(smem.allocate_array(Int32, 12), cute.make_layout((4, 3)))
+        sWork = smem.allocate_tensor(Int32, cute.make_layout((4, 3)))
         rings = consumer.QueryRings(Ring.allocate(smem, WG * ST, sleeps=True), Ring.allocate(smem, 1, sleeps=True))
         parts_empty, inbox_full, inbox_empty = (smem.allocate_array(Int64, 1) for _ in range(3))
         parts_full = smem.allocate_array(Int64, 1) if const_expr(self.warp_sums_dq) else None

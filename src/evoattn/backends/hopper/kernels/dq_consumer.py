@@ -152,26 +152,25 @@ def scores(variant, operands, buffer, part, ring, stage):
 
 def dq_product(variant, operands, dS, u, stage):
     """Issue dQ += dS K of slice u."""
-    acc_dQ, tdQrK = operands.acc_dQ, operands.tdQrK
     for step in range(2):
         op = multiply(variant.dtype, False, MN, 16 * variant.steps, u > 0 or step > 0)
-        cute.gemm(op, acc_dQ, dS[step][None, None, 0], tdQrK[None, None, (u % variant.stage) * 2 + step, stage], acc_dQ)
+        right = operands.tdQrK[None, None, (u % variant.stage) * 2 + step, stage]
+        cute.gemm(op, operands.acc_dQ, dS[step][None, None, 0], right, operands.acc_dQ)
 
 
 def gradient(variant, operands, row, c, u):
     """dS of slice u, in the dtype of a product's left side; its sum over rows n stays in float32."""
     acc_S, acc_dP, _, acc_dPair, *_ = operands
-    neg_lse, neg_delta = row.neg_lse, row.neg_delta
     mma_dQ = multiply(variant.dtype, False, MN, 16 * variant.steps)
     p = cute.make_rmem_tensor(16, Float32)
     for y in range(16):
-        p[y] = exp2(fma(acc_S[y], c, neg_lse[y // 2 % 2]))
+        p[y] = exp2(fma(acc_S[y], c, row.neg_lse[y // 2 % 2]))
     operand = []
     for step in range(2):
         d = cute.make_rmem_tensor(8, Float32)
         for y in range(8):
             z = 8 * step + y
-            d[y] = p[z] * (acc_dP[z] + neg_delta[y // 2 % 2])
+            d[y] = p[z] * (acc_dP[z] + row.neg_delta[y // 2 % 2])
             if variant.bias_gradient:
                 acc_dPair[z, u] = acc_dPair[z, u] + d[y]
         a = mma_dQ.make_fragment_A(mma_dQ.partition_shape_A((MMA_M, 16)))
@@ -326,7 +325,7 @@ def consume(
     More than 60 lines: a part of a loop in a function of its own changes what the compiler carries through the loop.
     """
     ST, WG, (N, H, NQ, LQ), (begin, end, bid, _, _), (tid, warp_idx, lane) = variant.stages, variant.groups, sizes, span, thread
-    scale, mPair, mdPair = args.scale, args.mPair, args.mdPair
+    mPair, mdPair = args.mPair, args.mdPair
     wg, wg_warp, wg_tid = warp_idx // 4, warp_idx % 4, tid % 128
     g, t4 = lane // 4, lane % 4
     operands, (copy, source, tSrQ, rdO, rO) = fragments(variant, shared, inverse, wg_tid, t4)
@@ -368,7 +367,7 @@ def consume(
             tiles = Int32(variant.tiles)
             if const_expr(len(variant.exits) > 0):
                 tiles = arch.make_warp_uniform(live_tiles(variant, sWork[row_count % 4, TILES], rank, wg))
-            c = scale * LOG2E
+            c = args.scale * LOG2E
             slot, query_phase = row_tiles(variant, 0, tiles, more, operands, row, own_rings, c, slot, query_phase, LQ, thread)
             if const_expr(variant.warp_sums_dq):
                 dq_sum.write_part(variant, operands.acc_dQ, sums, wg, row_count, wg_tid)
@@ -378,7 +377,7 @@ def consume(
             else:
                 to, acc_dQ = (i * 4 + wg_warp, h, sWork[row_count % 4, ROW], b), operands.acc_dQ
                 dq_sum.sum_in_turn(
-                    variant, acc_dQ, sums, rings, shared.sdQ, copy_dQ, to, scale, wg, turn, row_count, more, rank, thread
+                    variant, acc_dQ, sums, rings, shared.sdQ, copy_dQ, to, args.scale, wg, turn, row_count, more, rank, thread
                 )
                 turn += 1
                 if turn == WG:

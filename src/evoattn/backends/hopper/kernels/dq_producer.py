@@ -38,8 +38,7 @@ def next_panel(unit, span, sizes):
 @cute.jit
 def produce_keys(variant, wg: Int32, rank: Int32, lane: Int32, args, span, sizes, sTerms: cute.Pointer, ring, copies):
     """Load the keys of warpgroup `wg`, and of `wg` + `key_producers` if there is one, one stage after another."""
-    begin, end, *_ = span
-    N = sizes[0]
+    (begin, end, *_), N = span, sizes[0]
     WG, second, live = variant.groups, wg + variant.key_producers, (args.mOrder, args.mStarts)
     slot, unit = ring.start(), begin
     if const_expr(variant.key_bias):

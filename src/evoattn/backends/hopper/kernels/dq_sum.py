@@ -167,21 +167,15 @@ def send_dq(variant, acc_dQ, sums, rank: Int32, row_count: Int32, wg_tid: Int32)
         store_remote(to + (x * 128 + wg_tid) * 16, [acc_dQ[4 * x + z] for z in range(4)], barrier)
 
 
-def key_of_slice(u: Any, group: Any, groups: int, slices: int, interleave: int) -> Any:
-    """The first key of slice u of a warpgroup in `QueryGradients`.
+def slice_key(variant, u, group=0):
+    """The first key of slice u of a warpgroup in `QueryGradients`. For the first warpgroup it is the offset from slice 0.
 
     A warpgroup's keys lie side by side if `interleave` is 0. Else warpgroups take `interleave` slices each in turn.
     """
-    return (
-        ((u // interleave * groups + group) * interleave + u % interleave) * SLICE
-        if interleave
-        else (group * slices + u) * SLICE
-    )
-
-
-def slice_key(variant, u, group=0):
-    """The first key of slice u of a warpgroup. For the first warpgroup it is the offset from slice 0."""
-    return key_of_slice(u, group, variant.cluster * variant.groups, variant.slices, variant.interleave)
+    groups, interleave = variant.cluster * variant.groups, variant.interleave
+    if interleave:
+        return ((u // interleave * groups + group) * interleave + u % interleave) * SLICE
+    return (group * variant.slices + u) * SLICE
 
 
 @cute.jit
@@ -271,8 +265,7 @@ class PanelSum(Kernel):
                 sums[y] = sums[y] + part[y]
         wg, wg_tid = tid // 128, tid % 128
         q = panel % NQ * MMA_M + wg_tid // 32 * 16 + wg_tid % 32 // 4
-        key = key_of_slice(x // 4, rank * self.groups + wg, self.cluster * self.groups, self.slices, self.interleave)
-        k = key + x % 4 * 8 + wg_tid % 4 * 2
+        k = slice_key(self, x // 4, rank * self.groups + wg) + x % 4 * 8 + wg_tid % 4 * 2
         for r in range_constexpr(2):
             if q + 8 * r < LQ and k < LK:
                 line = mdPair[panel // NQ // H, panel // NQ % H, q + 8 * r, None]

@@ -94,14 +94,13 @@ class FusedGradients(Kernel):
         sKt, sdSt = cute.make_tensor(sK.iterator, lkt.outer), cute.make_tensor(sdS.iterator, lst.outer)
         across = 16 * self.steps // 8
         # dq of a tile, as the accumulators hold it, each warp's part in one piece
-        sums = smem.allocate_tensor(
-            Float32, cute.make_layout((4, 32, across, 4, QT), stride=(1, 4, 128, 128 * across, 512 * across)), 128
-        )
+        sum_layout = cute.make_layout((4, 32, across, 4, QT), stride=(1, 4, 128, 128 * across, 512 * across))
+        sums = smem.allocate_tensor(Float32, sum_layout, 128)
         sStats = smem.allocate_array(Float32, QT * TILE, byte_alignment=128)
         queries, keys = (Ring.allocate(smem, stages, sleeps=True) for stages in (QT, 2 * GROUPS))
         values_empty, added = (smem.allocate_array(Int64, x) for x in (GROUPS, GROUPS * QT))
         rings = consumer.FusedRings(queries, keys, values_empty, added)
-        sState = cute.make_tensor(smem.allocate_array(Int32, GROUPS * 32), cute.make_layout((GROUPS * 4, 8), stride=(8, 1)))
+        sState = smem.allocate_tensor(Int32, cute.make_layout((GROUPS * 4, 8), stride=(8, 1)))
         return consumer.FusedShared(sQ, sdO, sQt, sdOt, sStats, sK, sKt, sdS, sdSt, sums, sState), rings
 
     @cute.kernel

@@ -145,7 +145,7 @@ def consume(
     More than 60 lines: a part of a loop in a function of its own changes what the compiler carries through the loop.
     """
     N, H, NK, NT, _, thirds = sizes
-    scale, stride_b, stride_n, mdMask, mdQ = args.scale, args.stride_b, args.stride_n, args.mdMask, args.mdQ
+    scale = args.scale
     wg, wg_warp, wg_tid = warp_idx // 4, warp_idx % 4, tid % 128
     g, t4 = lane // 4, lane % 4
     mma_dQ = dq_multiply(variant, True)
@@ -177,7 +177,7 @@ def consume(
             if round_idx * GROUPS + wg < live:
                 buffer = arch.make_warp_uniform(3 * wg + (done & 1))
                 if const_expr(variant.key_bias):
-                    bias_row = state[BATCH] * stride_b + state[ROW] * stride_n
+                    bias_row = state[BATCH] * args.stride_b + state[ROW] * args.stride_n
                     first_key = (round_idx * GROUPS + wg) * MMA_M + wg_warp * 16 + g
                     load_key_bias(variant, row.terms, args.mTerms, bias_row, first_key)
                 rings.keys.consumer_wait(Slot(2 * wg + (done & 1), done >> 1 & 1))
@@ -216,7 +216,7 @@ def consume(
                     warpgroup.commit_group()
                     warpgroup.wait_group(0)
                     tile = shared.sums[None, lane, None, wg_warp, j]
-                    add_dq(variant, acc_dQ, flags, wg, j, NT, tile, rings, mdQ, state, wg_warp, scale, lane)
+                    add_dq(variant, acc_dQ, flags, wg, j, NT, tile, rings, args.mdQ, state, wg_warp, scale, lane)
                     tile_count += 1
                     j += 1
                     if j == NT:
@@ -226,7 +226,7 @@ def consume(
                 h, n, b = state[HEAD], state[ROW], state[BATCH]
                 first_key = (state[ROUND] * GROUPS + wg) * MMA_M + wg_warp * 16
                 if const_expr(variant.mask_gradient):
-                    store_mask_gradient(variant, mask_sums, mdMask[b, n, h, None], first_key + g, t4)
+                    store_mask_gradient(variant, mask_sums, args.mdMask[b, n, h, None], first_key + g, t4)
                 sdS_tile = shared.sdS[None, None, (2 * wg + (tile_count & 1)) * 4 + wg_warp]
                 room = cute.recast_ptr(sdS_tile.iterator, dtype=variant.dtype)
                 store_lines(variant, operands.acc_dK, scale, room, args.mdK[b, n, h, None, None], first_key, lane)
@@ -239,7 +239,7 @@ def consume(
                 for _ in cutlass.range(NT, unroll=1):
                     rings.queries.consumer_wait(Slot(j, phase))
                     tile = shared.sums[None, lane, None, wg_warp, j]
-                    add_dq(variant, None, flags, wg, j, NT, tile, rings, mdQ, state, wg_warp, scale, lane)
+                    add_dq(variant, None, flags, wg, j, NT, tile, rings, args.mdQ, state, wg_warp, scale, lane)
                     j += 1
                     if j == NT:
                         j = Int32(0)

@@ -12,7 +12,7 @@ from cutlass.cute import arch
 
 from evoattn.backends.hopper.kernels.statistics import NEVER, TILE, write_statistics
 from evoattn.backends.hopper.lib.copies import clear_lines, clear_numbers
-from evoattn.backends.hopper.lib.ring import Slot, sleep_until
+from evoattn.backends.hopper.lib.ring import Slot, release, sleep_until
 from evoattn.backends.hopper.lib.schedule import place
 from evoattn.backends.hopper.tiles import MMA_M, QUERIES, padded
 from evoattn.core.numerics import LN2, LOG2E
@@ -86,7 +86,6 @@ def produce_statistics(
     The warp also clears the gradients of a third of the tiles of keys that are not done.
     """
     N, H, NK, _, LQ, thirds = sizes
-    mO, mdO, mLSE, mdLSE, mdK, mdV, mdMask = args.mO, args.mdO, args.mLSE, args.mdLSE, args.mdK, args.mdV, args.mdMask
     start, stop = third(variant, wg, thirds)
     if const_expr(variant.key_bias):
         arch.griddepcontrol_wait()
@@ -99,17 +98,17 @@ def produce_statistics(
                 q = j * QUERIES + x * 32 + lane
                 neg_lse[x], neg_delta[x] = Float32(NEVER), Float32(0.0)
                 if q < LQ:
-                    value = mLSE[b, n, h, q]
+                    value = args.mLSE[b, n, h, q]
                     for y in range_constexpr(0 if variant.gate else variant.channels // 8):
                         rO, rdO = cute.make_rmem_tensor(8, variant.dtype), cute.make_rmem_tensor(8, variant.dtype)
-                        cute.autovec_copy(cute.local_tile(mO[b, n, h, q, None], (8,), (y,)), rO)
-                        cute.autovec_copy(cute.local_tile(mdO[b, n, h, q, None], (8,), (y,)), rdO)
+                        cute.autovec_copy(cute.local_tile(args.mO[b, n, h, q, None], (8,), (y,)), rO)
+                        cute.autovec_copy(cute.local_tile(args.mdO[b, n, h, q, None], (8,), (y,)), rdO)
                         for z in range_constexpr(8):
                             neg_delta[x] = neg_delta[x] - rO[z].to(Float32) * rdO[z].to(Float32)
                     if value > Float32(-float("inf")):
                         neg_lse[x] = -value * LN2
                         if const_expr(variant.dlse):
-                            neg_delta[x] = neg_delta[x] + mdLSE[b, n, h, q] * LOG2E
+                            neg_delta[x] = neg_delta[x] + args.mdLSE[b, n, h, q] * LOG2E
             # while the tile's last readers are still at it, these are on their way
             ring.producer_acquire(Slot(j, count & 1))
             to = cute.make_tensor(sStats + j * TILE, cute.make_layout(TILE))
@@ -117,11 +116,11 @@ def produce_statistics(
                 write_statistics(to, x * 32 + lane, neg_lse[x], neg_delta[x], inverse, variant.dtype)
             arch.fence_proxy("async.shared", space="cta")
             arch.sync_warp()
-            ring.producer_commit(j, lane)
+            release(ring.barrier(j), lane)
         for i in cutlass.range(live_key_tiles(variant, n, b, args, NK) + wg, NK, GROUPS, unroll=1):
-            clear_lines(mdK[b, n, h, None, None], i * MMA_M, lane)
-            clear_lines(mdV[b, n, h, None, None], i * MMA_M, lane)
+            clear_lines(args.mdK[b, n, h, None, None], i * MMA_M, lane)
+            clear_lines(args.mdV[b, n, h, None, None], i * MMA_M, lane)
             if const_expr(variant.mask_gradient):
-                clear_numbers(mdMask[b, n, h, None], i * MMA_M, lane)
+                clear_numbers(args.mdMask[b, n, h, None], i * MMA_M, lane)
         item += blocks
         count += 1

@@ -95,10 +95,9 @@ class KeyBias(Kernel):
         tid, _, _ = arch.thread_idx()
         r, _, _ = arch.block_idx()
         smem = SmemAllocator()
-        sTop = cute.make_tensor(smem.allocate_array(Float32, self.threads // 32), cute.make_layout(self.threads // 32))
-        sLast = cute.make_tensor(smem.allocate_array(Int32, self.threads // 32), cute.make_layout(self.threads // 32))
+        sTop, sLast = (smem.allocate_tensor(dtype, cute.make_layout(self.threads // 32)) for dtype in (Float32, Int32))
         if const_expr(self.lists):
-            sCounts = cute.make_tensor(smem.allocate_array(Int32, MOST_PANELS + 1), cute.make_layout(MOST_PANELS + 1))
+            sCounts = smem.allocate_tensor(Int32, cute.make_layout(MOST_PANELS + 1))
             r = r - mOrder.shape[0]
             if r < 0:
                 self.list_rows(mMask, mOrder, mStarts, sCounts, keys, r + mOrder.shape[0], tid)

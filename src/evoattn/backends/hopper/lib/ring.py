@@ -100,10 +100,6 @@ class Ring:
         """Expect so many bytes of copies in a stage."""
         arch.mbarrier_arrive_and_expect_tx(self.barrier(stage), transferred)
 
-    def producer_commit(self, stage: Any, lane: Any) -> None:
-        """Say that this warp has filled a stage without the copy engine."""
-        release(self.barrier(stage), lane)
-
     def consumer_wait(self, slot: Slot) -> None:
         """Wait until a stage is full."""
         arch.mbarrier_wait(self._consumed(self.full, slot.stage), slot.phase)

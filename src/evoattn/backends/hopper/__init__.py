@@ -75,6 +75,8 @@ def _missing() -> str | None:
 
 def unsupported(problem: Problem, config: Config) -> list[str]:
     """Every reason why this backend does not take the problem; empty when it does."""
+    from evoattn.backends.hopper.tiles import query_variant
+
     reasons = []
     if problem.device != "cuda":
         reasons.append(f"needs tensors on a GPU, got device {problem.device}")
@@ -99,7 +101,10 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
         reasons.append("takes no empty tensors")
     if problem.pair_bias is not None and problem.n == 1:
         reasons.append("takes a pair_bias that two or more rows share, got 1 row")
-    reasons += _unsupported_gradients(problem)
+    of_q, _, _, _, of_pair, _ = problem.needs
+    pair = problem.pair_bias is not None
+    if (of_q or of_pair) and problem.d in _CHANNELS and query_variant(problem.d, problem.lk, pair) is None:
+        reasons.append(f"its backward has no room for {problem.lk} keys of {problem.d} channels")
     if config.given():
         reasons.append("its tiles are fixed: it takes no config")
     return reasons
@@ -186,15 +191,3 @@ def _compile_together(plans: Callable[[], Sequence[Plan]]) -> None:
         from evoattn.backends.hopper.ahead import begin
 
         begin(kernel for plan in found for kernel in plan.kernels)
-
-
-def _unsupported_gradients(problem: Problem) -> list[str]:
-    """The reasons of the backward: keys that have no room."""
-    from evoattn.backends.hopper.tiles import query_variant
-
-    of_q, _, _, _, of_pair, _ = problem.needs
-    pair = problem.pair_bias is not None
-    reasons = []
-    if (of_q or of_pair) and problem.d in _CHANNELS and query_variant(problem.d, problem.lk, pair) is None:
-        reasons.append(f"its backward has no room for {problem.lk} keys of {problem.d} channels")
-    return reasons

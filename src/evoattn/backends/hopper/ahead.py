@@ -99,11 +99,12 @@ def _make(kernel: Kernel, result: Future[Any]) -> None:
 
 
 def _object_file(kernel: Kernel) -> bytes:
-    """Compile a kernel."""
+    from evoattn.backends.hopper.launch import build
+
     symbol = _symbol(kernel.name)
     handle = os.memfd_create(symbol)  # needs no disk
     with open(handle, "rb") as file:
-        kernel.build().export_to_c(f"/proc/self/fd/{handle}", function_name=symbol)
+        build(kernel).export_to_c(f"/proc/self/fd/{handle}", function_name=symbol)
         return file.read()
 
 

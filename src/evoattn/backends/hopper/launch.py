@@ -81,11 +81,9 @@ def strided_spec(dtype: Any, *shape: Any) -> TensorSpec:
 def pair_bias_spec(dtype: Any, queries: Any, keys: Any, *, vector: bool) -> TensorSpec:
     """A stand-in for a pair bias [b|1,h|1,q,k]: of any strides, or with lines that start on two numbers."""
     shape = (*sizes(2), queries, keys)
-    return (
-        TensorSpec(dtype, shape, (*(stride(2) for _ in range(3)), 1), dtype.width // 4)
-        if vector
-        else strided_spec(dtype, *shape)
-    )
+    if not vector:
+        return strided_spec(dtype, *shape)
+    return TensorSpec(dtype, shape, (*(stride(2) for _ in range(3)), 1), dtype.width // 4)
 
 
 def key_ends_spec() -> TensorSpec:
@@ -129,10 +127,6 @@ class Kernel:
     def __call__(self, *arguments: Any) -> None:
         """Start the kernel."""
         raise NotImplementedError
-
-    def build(self) -> Any:
-        """Compile it."""
-        return build(self)
 
 
 def symbols(specs: tuple[Any, ...]) -> list[Any]:

@@ -28,7 +28,6 @@ from evoattn.backends.hopper.memory import (
     addresses,
     contiguous,
     copied,
-    empty_like,
     floats,
     loadable,
     plan_key_bias,
@@ -124,9 +123,9 @@ class _Backward:
         start = memory.data_ptr()
         do, dlse, q, k, v, mask, mask_bias, raw_pair, o, lse, _, *wanted = addresses(tensors)
         outputs = [start + at if x is None else x for x, at in zip(wanted, self.at_unwanted, strict=True)]
-        sums = None if gradient is None else empty_like(gradient.sums, device)
-        dmask = empty_like(self.dmask_parts, device) if facts.needs[3] else None
-        dpair = empty_like(gradient.layout, device) if gradient is not None and gradient.rounds else None
+        sums = None if gradient is None else torch.empty_like(gradient.sums, device=device)
+        dmask = torch.empty_like(self.dmask_parts, device=device) if facts.needs[3] else None
+        dpair = torch.empty_like(gradient.layout, device=device) if gradient is not None and gradient.rounds else None
         to_mask, to_sums, to_pair = addresses((dmask, sums, dpair))
         if self.cleared_by_torch:
             sums.zero_()  # type: ignore[union-attr]
@@ -137,7 +136,14 @@ class _Backward:
         key_terms, ends, _, *lists = self.terms.make(start, mask, mask_bias, to_sums)
         inputs = (q, k, v, o, do, lse, lse if dlse is None else dlse)
         absent = (k if pair is None else pair, tiles, to_sums, to_pair, k if key_terms is None else key_terms)
-        self._launch(start, (*inputs, *outputs, to_mask, *absent, ends, *lists))
+
+        # The first kernel of a group waits for the last of the group before, which never says that another may start. So both
+        # may use the same statistics and parts.
+        def launch_group(*group: Any) -> None:
+            for launch in self.launches:
+                launch(Tensors(*group), start + self.at_stats, start + self.at_parts)
+
+        for_each_group(launch_group, (*inputs, *outputs, to_mask, *absent, ends, *lists), self.offsets)
         if facts.factor != 1.0 and tensors[11] is not None:
             tensors[11].mul_(facts.factor)
         if dmask is not None:
@@ -145,19 +151,6 @@ class _Backward:
         if gradient is not None and dpair is None:
             dpair = gradient.finish(sums)  # type: ignore[arg-type]
         return dmask, dpair
-
-    def _launch(self, start: int, tensors: tuple[int | None, ...]) -> None:
-        """Launch the main kernels of each group.
-
-        The first kernel of a group waits for the last of the group before, which never says that another may start. So both may
-        use the same statistics and parts.
-        """
-
-        def launch_group(*group: Any) -> None:
-            for launch in self.launches:
-                launch(Tensors(*group), start + self.at_stats, start + self.at_parts)
-
-        for_each_group(launch_group, tensors, self.offsets)
 
 
 def _plan_tiles(facts: Facts, pair: Tensor) -> tuple[Tensor, Any]:
@@ -263,7 +256,7 @@ def _plan_gate_pass(
     launch = plan_launch(kernel, device, *(x for x, _ in loads), dlse, gated_like, delta_like, dgate)
 
     def run(cotangents: Cotangents, gate: Tensor, o: Tensor, dgate: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        gated, delta = (empty_like(x, device) if passes else None for x in (gated_like, delta_like))
+        gated, delta = (torch.empty_like(x, device=device) if passes else None for x in (gated_like, delta_like))
         tensors = copied((o, cotangents.do, gate), copies)
         launch(*addresses((*tensors, cotangents.dlse, gated, delta, dgate)))
         return gated, delta

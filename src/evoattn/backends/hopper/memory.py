@@ -46,11 +46,6 @@ def floats(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="meta")
 
 
-def empty_like(layout: Tensor, device: torch.device) -> Tensor:
-    """Allocate a tensor with this layout."""
-    return torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=device)
-
-
 def addresses(tensors: Iterable[Tensor | None]) -> list[int | None]:
     """The addresses of tensors; None stays None."""
     return [None if x is None else x.data_ptr() for x in tensors]

@@ -84,16 +84,9 @@ class _Drawing:
         return x.transpose(-2, -3) if strides == "transposed" else x
 
     def cotangent(self, shape: tuple[int, ...]) -> Tensor:
-        kind = self.case.cotangent
-        if kind == "expanded":
-            return self.normal(1).expand(shape)
-        if kind == "expanded_channels":
-            return self.normal(*shape[:-1], 1).expand(shape)
-        if kind == "expanded_rows":
-            return self.normal(*shape[:-4], 1, *shape[-3:]).expand(shape)
-        if kind == "transposed":
+        if self.case.cotangent == "transposed":
             return self.normal(*shape[:-3], shape[-2], shape[-3], shape[-1]).transpose(-2, -3)
-        return self.normal(*shape)
+        return self.normal(*_distinct(shape, self.case.cotangent)).expand(shape)
 
     def gate(self, q_shape: torch.Size, channels: int) -> Tensor | None:
         """It is drawn last, so that a case with a gate has the other numbers of the same case without."""
@@ -102,12 +95,8 @@ class _Drawing:
             return None
         shape = (*q_shape[:-1], channels)
         kind = case.gate_strides
-        if kind == "expanded_rows":
-            x = self.normal(*shape[:-4], 1, *shape[-3:])
-        elif kind == "expanded_channels":
-            x = self.normal(*shape[:-1], 1)
-        else:
-            x = self.activation(kind, case.lq, case.h, channels)
+        expanded = kind.startswith("expanded")
+        x = self.normal(*_distinct(shape, kind)) if expanded else self.activation(kind, case.lq, case.h, channels)
         if case.gate == "large":
             lot = torch.rand(x.shape, generator=self.rng, dtype=torch.float32).to(x.device)
             x = torch.where(lot < 0.2, -80, torch.where(lot > 0.8, 80, x))
@@ -203,6 +192,12 @@ def _expanded_axes(axes: str, lead: int, by_key: bool) -> list[str]:
     else:
         full = [*"xyz"[:lead], "n", "h", "q", "k"]
     return full[len(full) - len(spelt) :]
+
+
+def _distinct(shape: tuple[int, ...], kind: str) -> tuple[int, ...]:
+    """The sizes of a tensor of this shape before it is expanded."""
+    expanded = {"expanded": (1,), "expanded_channels": (*shape[:-1], 1), "expanded_rows": (*shape[:-4], 1, *shape[-3:])}
+    return expanded.get(kind, shape)
 
 
 def _low(kind: str, dtype: torch.dtype) -> float:

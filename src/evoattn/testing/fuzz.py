@@ -42,13 +42,10 @@ class Workers:
     """
 
     def __init__(self, jobs: int, judge: str = JUDGE, limit_s: float = 120.0) -> None:
-        self.judge, self.jobs, self.limit_s = judge, jobs, limit_s
-        self.pool = processes.Pool(jobs, self.worker, processes.Task("evoattn.testing.judging"))
-
-    def worker(self) -> processes.Worker:
-        """One more process, with its share of the cores."""
-        threads = str(max(1, (os.cpu_count() or 1) // self.jobs))
-        return _Worker({"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}, limit_s=self.limit_s)
+        self.judge = judge
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(max(1, (os.cpu_count() or 1) // jobs)))
+        first = processes.Task("evoattn.testing.judging")
+        self.pool = processes.Pool(jobs, lambda: _Worker(threads, limit_s=limit_s), first)
 
     def __enter__(self) -> Workers:
         return self

@@ -130,10 +130,9 @@ def _layer_values(problem: RandomLayer, backend: str, device: torch.device) -> t
         do = do.where(_steady(problem, device), 0) if problem.in_place == "relu_" else do
         arguments = {**inputs, **dict(layer.named_parameters()), "mask": mask, "do": do}
         before = {name: bits(x) for name, x in arguments.items() if x is not None}
-        options = dict(problem.called) if LAYERS[problem.kind].mask is None else {**problem.called, "mask": mask}
 
         def call(*tensors: Tensor) -> Tensor:
-            return layer(**dict(zip(inputs, tensors, strict=True)), **options)  # type: ignore[no-any-return]
+            return layer(**dict(zip(inputs, tensors, strict=True)), **problem.called, mask=mask)  # type: ignore[no-any-return]
 
         with _cast(problem, device, problem.autocast is not None), _MODES[problem.mode]():
             if problem.checkpoint:
@@ -168,10 +167,8 @@ def _dense(
     swallowed = problem.options.get("inf", 0.0) >= _SWALLOWS[problem.compute_dtype]
     native = problem.options.get("empty_rows") == "native"
     weights = dataclasses.replace(weights, empty="native" if native else "mean" if swallowed else "scores")
-    if kind.mask is not None:
-        keywords = {"mask": None if mask is None else mask.expand(problem.shape(kind.mask)), "weights": weights}
-        return layer, inputs, kind.dense(layer, **inputs, **problem.called, **keywords)
-    return layer, inputs, kind.dense(layer, **inputs, **problem.called)
+    mask = None if mask is None else mask.expand(problem.shape(kind.mask))
+    return layer, inputs, kind.dense(layer, **inputs, **problem.called, mask=mask, weights=weights)
 
 
 def _steady(problem: RandomLayer, device: torch.device) -> Tensor:

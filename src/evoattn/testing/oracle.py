@@ -188,7 +188,7 @@ def conditioning(inputs: Inputs, expected: Results) -> dict[str, Bound]:
     opened = torch.sigmoid(heads_first(inputs.gate.double(), inputs)) if inputs.gate is not None else torch.ones_like(do)
     do_of_p = do * opened  # the cotangent of O before the gate, which is rounded to q's dtype for products
     scale = q.shape[-1] ** -0.5 if inputs.case.scale is None else inputs.case.scale
-    biases = shifted_biases(inputs, _double(inputs.mask_bias), _double(inputs.pair_bias), torch.float64)
+    biases = shifted_biases(inputs, inputs.mask_bias, inputs.pair_bias, torch.float64)
     s = scores(inputs, q, k, biases)  # [*,n,h,q,k]
     lse = torch.logsumexp(s, -1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -torch.inf)
     p = torch.exp(s - torch.where(lse == -torch.inf, torch.inf, lse))
@@ -221,14 +221,13 @@ def conditioning(inputs: Inputs, expected: Results) -> dict[str, Bound]:
     ds_loss_q = ds_loss + common.square()
     lost["dk"] = scale**2 * torch.matmul(ds_loss_q.transpose(-1, -2), q.square())
     lost["dv"] = v_loss
+    units = {"lse": e}
     for name, bias in (("dmask_bias", key_axes(inputs.mask_bias, q.ndim)), ("dpair_bias", inputs.pair_bias)):
         if bias is not None:
+            units[name] = max(u, torch.finfo(bias.dtype).eps * _ROUNDING)
             over_keys = bias.shape[-1] == 1
             terms = ds_loss.sum(-1, keepdim=True) + common.sum(-1, keepdim=True).square() if over_keys else ds_loss_q
             lost[name] = terms.sum_to_size(bias.shape)  # one error an element, however many terms it has
-    units = {"lse": e}
-    for name, bias in (("dmask_bias", inputs.mask_bias), ("dpair_bias", inputs.pair_bias)):
-        units[name] = u if bias is None else max(u, torch.finfo(bias.dtype).eps * _ROUNDING)
     if gated:  # which makes numbers as small as it likes
         lost = {name: terms + _least(inputs.q.dtype) ** 2 for name, terms in lost.items()}
     return {name: _bound(lost[name], value, units.get(name, u)) for name, value in values.items()}
@@ -255,26 +254,16 @@ def _bound(lost: Tensor, value: Tensor, unit: float) -> Bound:
     return Bound(error / norm if norm else error, max(1.0, 1 / fourth) if fourth else 1.0)
 
 
-def _double(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.double()
-
-
 def huge_queries(inputs: Inputs) -> Tensor:
     """Queries `[*,n|1,h|1,q|1]` whose scores the accumulation dtype swallows, because a bias is huge.
 
     That is, rounding their largest sum of biases, measured from the row shift (docs/mathematics.md), loses more than the
     ceiling of q's dtype. No low precision computes these well, dense torch in the same dtype no better than a backend.
     """
-    mask_bias = _double(key_axes(inputs.mask_bias, inputs.q.ndim))
-    biases = shifted_biases(inputs, _double(inputs.mask_bias), _double(inputs.pair_bias), torch.float64)
-    if biases.shift is None or inputs.pair_bias is None:
+    shift = shifted_biases(inputs, inputs.mask_bias, inputs.pair_bias, torch.float64).shift
+    if shift is None or inputs.pair_bias is None:
         return torch.zeros((1,) * (inputs.q.ndim - 1), dtype=torch.bool, device=inputs.q.device)
-    row_shift = torch.zeros((), dtype=torch.float64, device=inputs.q.device)
-    if mask_bias is not None:
-        mask = key_axes(inputs.mask, inputs.q.ndim)
-        attended = mask_bias if mask is None else torch.where(mask, mask_bias, -torch.inf)
-        row_shift = attended.amax(-1, keepdim=True)
-        row_shift = torch.where(row_shift.isfinite(), row_shift, 0)
-    eps = torch.finfo(accumulate_dtype(inputs.q.dtype)).eps
-    huge = eps * (biases.shift - row_shift).abs() > _CEILING[inputs.q.dtype]
+    row_shift = shifted_biases(inputs, inputs.mask_bias, None, torch.float64).shift
+    shift = shift if row_shift is None else shift - row_shift
+    huge = torch.finfo(accumulate_dtype(inputs.q.dtype)).eps * shift.abs() > _CEILING[inputs.q.dtype]
     return huge.squeeze(-1)[(None,) * (inputs.q.ndim - huge.ndim)]

@@ -31,7 +31,7 @@ class LayerKind:
         layer: its class.
         sizes: its positional arguments, as letters.
         inputs: axes of the tensors that it takes, by name; first the one that it updates.
-        mask: axes of its mask, or None if it takes none.
+        mask: axes of its mask.
         dense: the layer, its inputs by name, `mask` and `weights` -> the output (`dense_layers`).
         options: keyword arguments of the class, each with the values that are drawn.
         called: the same of the call.
@@ -40,7 +40,7 @@ class LayerKind:
     layer: Callable[..., nn.Module]
     sizes: str
     inputs: dict[str, str]
-    mask: str | None
+    mask: str
     dense: Callable[..., Tensor]
     options: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     called: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
@@ -221,10 +221,9 @@ class RandomLayer:
 
     def masks(self, device: torch.device | str = "cpu") -> Tensor | None:
         """The mask, or None."""
-        axes = LAYERS[self.kind].mask
-        if axes is None or self.mask is None:
+        if self.mask is None:
             return None
-        shape = self.shape(axes)
+        shape = self.shape(LAYERS[self.kind].mask)
         shape = tuple(1 if axis - len(shape) in self.mask_ones else size for axis, size in enumerate(shape))
         kept = bell(torch.Generator().manual_seed(self.seed + 2), *shape) > -0.5
         if self.mask == "padding":

@@ -42,7 +42,7 @@ def errors(largest: float, ratio: float) -> Problem:
 
 def times(length: int, way: str, one: Result = MISSING) -> Problem:
     """The result of one process, and one of 5 ms of both."""
-    measured = WAYS[way].measured
+    measured = WAYS[way][0]
     both = Result("", host_us={measured: 3e3}, peak_bytes=int(0.9 * 2**30), times={measured: Timing(5.0)})
     one, both = (dataclasses.replace(x, name=f"evoattn/{way}{end}") for x, end in ((one, ON_ONE), (both, "")))
     return sharded.problem(length, "", one, both)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from evoattn.bench.clock import Clock
 from evoattn.bench.contender import Contender
 
@@ -34,16 +36,14 @@ class Budget:
     def __init__(self, seconds: float | None, problems: int, clock: Clock) -> None:
         self.seconds, self.clock, self.longest_s = seconds, clock, LONGEST_CALL_S
         self._problems, self._rounds_s = problems, 0.0
-        self._end = None if seconds is None else clock.now() + seconds
-        self._until: float | None = None  # when the time of the problem that was begun ends
+        self._end = clock.now() + (math.inf if seconds is None else seconds)
+        self._until = math.inf  # when the time of the problem that was begun ends
         self.compiled_s: dict[str, float] = {}  # by peer, seconds of its first calls
         self.ended_s: dict[str, float] = {}  # by peer, seconds after which they were ended
         self.over = f"the budget of {seconds:g} s was over" if seconds else ""
 
     def begin(self) -> bool:
         """Give the next problem its share of the remaining time. Return False if none remains."""
-        if self._end is None:
-            return True
         now = self.clock.now()
         share = (self._end - now) / self._problems
         self._problems -= 1
@@ -54,20 +54,19 @@ class Budget:
 
     def would_measure(self, seconds: float) -> bool:
         """True if a larger budget would measure a call of so many seconds."""
-        return self._end is not None and seconds <= LONGEST_CALL_S
+        return self.seconds is not None and seconds <= LONGEST_CALL_S
 
     def add(self, seconds: float) -> None:
         """Let the problem take longer, up to the end of the budget."""
-        if self._until is not None and self._end is not None:
-            self._until = min(self._until + seconds, self._end)
+        self._until = min(self._until + seconds, self._end)
 
     def first_calls(self) -> float | None:
         """Seconds that a peer's first calls, or the float64 truth, may take."""
-        return None if self._end is None else LIMIT_SHARE * max(self._end - self.clock.now(), 0.0)
+        return None if self.seconds is None else LIMIT_SHARE * max(self._end - self.clock.now(), 0.0)
 
     def reason_to_skip(self, peer: Contender, device: str) -> str | None:
         """Return the reason not to begin with a peer on a type of device, or None if there is time."""
-        if self._end is None or self._until is None or self.seconds is None:
+        if self.seconds is None:
             return None
         now = self.clock.now()
         if now > self._end:
@@ -85,9 +84,8 @@ class Budget:
 
     def begin_rounds(self) -> None:
         """Reserve the rounds' share of a problem's time, however long the first calls took."""
-        if self._until is not None:
-            self._until = max(self._until, self.clock.now() + self._rounds_s)
+        self._until = max(self._until, self.clock.now() + self._rounds_s)
 
     def enough(self) -> bool:
         """True if the problem's time is over."""
-        return self._until is not None and self.clock.now() > self._until
+        return self.clock.now() > self._until

@@ -76,14 +76,10 @@ def _all_heads(x: Tensor, like: Tensor) -> Tensor:
     return x if x.shape[-3] == like.shape[-3] else x.expand(*x.shape[:-3], like.shape[-3], *x.shape[-2:])
 
 
-def _key_bias(inputs: Inputs, masked: float = -torch.inf) -> Tensor | None:
-    """The mask as an additive bias `[b,n,1,1,k]` in q's dtype."""
+def _key_bias(inputs: Inputs, *, finite: bool = False) -> Tensor | None:
+    """The mask as an additive bias `[b,n,1,1,k]` in q's dtype. As models add it, it is `finite`: kernels subtract a maximum."""
+    masked = -torch.inf if not finite else -6e4 if inputs.q.dtype == torch.float16 else -1e9
     return None if inputs.mask is None else torch.where(inputs.mask, 0.0, masked).to(inputs.q.dtype)[:, :, None, None]
-
-
-def _finite_key_bias(inputs: Inputs) -> Tensor | None:
-    """The mask as models add it: a large finite number, since kernels subtract the maximum of a tile."""
-    return _key_bias(inputs, -6e4 if inputs.q.dtype == torch.float16 else -1e9)
 
 
 def _heads_of_query(x: Tensor, q: Tensor) -> Tensor:
@@ -214,7 +210,7 @@ def _deepspeed(inputs: Inputs) -> Prepared:
         (d > 64, "takes at most 64 channels a head"),
     ]
     refuse(reasons)
-    key_bias = _finite_key_bias(inputs)
+    key_bias = _key_bias(inputs, finite=True)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Any:
         k, v = (_heads_of_query(x, q) for x in (k, v))
@@ -231,7 +227,7 @@ def _openfold3(inputs: Inputs) -> Prepared:
         raise ModuleNotFoundError("OpenFold-3's kernel needs Triton", name="triton")
     b, n, lq, h, _ = inputs.q.shape
     refuse([(inputs.k.shape[2] != lq, "takes as many keys as queries")])
-    mask_bias = _finite_key_bias(inputs)
+    mask_bias = _key_bias(inputs, finite=True)
     key_bias = inputs.q.new_zeros(b, n, 1, 1, lq) if mask_bias is None else mask_bias
     zeros = inputs.q.new_zeros(b, 1, h, lq, lq) if inputs.pair_bias is None else None
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from evoattn.bench import attentions, layers
+from evoattn.bench import attentions, layers, machine
 from evoattn.bench.budget import Budget
 from evoattn.bench.clock import Clock, TookTooLong
 from evoattn.bench.contender import Contender, Runner, one_line, out_of_memory, status, worst
@@ -156,8 +156,7 @@ class _ProblemRun:
         def check(done: float) -> None:
             if limit is None:
                 return
-            if self.device.type == "cuda":  # what was asked of it is not done yet
-                torch.cuda.synchronize(self.device)
+            machine.synchronize(self.device)  # what was asked of it is not done yet
             passed = self.clock.now() - begun
             if passed > _SURE_SHARE * limit and passed / done > limit:
                 self._mark_incomplete()

@@ -229,7 +229,7 @@ def measure(plan: Plan, job: Job, block: PairformerBlock, mesh: DeviceMesh, devi
     if dist.get_rank() == 0:  # the others wait
         with contextlib.suppress(torch.OutOfMemoryError):
             numbers = _time(lambda _: call(inputs), device, plan.rounds, lambda: None, graph=graph)
-    name, measured = f"evoattn/{job.way}", WAYS[job.way].measured
+    name, measured = f"evoattn/{job.way}", WAYS[job.way][0]
     one = _result(name + ON_ONE, measured, numbers, device)
     inputs = split(inputs, mesh)
     numbers = _time(lambda _: call(inputs), device, plan.rounds, dist.barrier, graph=graph)

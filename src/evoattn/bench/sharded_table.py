@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from evoattn.bench.record import Record, Result
 from evoattn.bench.table import aligned, headline
 
-
-class Way(NamedTuple):
-    """A way to run a block: the pass of a record that it is, and what the table calls it."""
-
-    measured: str
-    title: str
-
-
 WAYS = {
-    "inference": Way("forward", "inference"),
-    "graph": Way("graph_forward", "inference, CUDA graph"),
-    "training": Way("both", "training step"),
+    "inference": ("forward", "inference"),
+    "graph": ("graph_forward", "inference, CUDA graph"),
+    "training": ("both", "training step"),
 }
-"""A result is called "evoattn/" and its way."""
+"""Ways to run a block: the pass of a record, and what the table calls it. A result is called "evoattn/" and its way."""
 
 VERIFIED = "evoattn/verified"
 """The name of the result with the errors: the "largest" of all, and the "largest ratio" of one to that of one process."""

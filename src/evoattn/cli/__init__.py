@@ -13,8 +13,6 @@ from evoattn._version import __version__
 from evoattn.cli import bench, demo, doctor, fuzz, run, tune, warm
 from evoattn.cli.terminal import RefusedError
 
-__all__ = ["main"]
-
 _ABOUT = """\
 Evoformer attention, the attention of the AlphaFold family: exact and memory-efficient.
 

@@ -120,8 +120,7 @@ def run_command(arguments: argparse.Namespace) -> int:
             raise RefusedError("--gpus: this torch was built without torch.distributed; expected one with it")
         from evoattn.cli import gpus  # DTensors take a while to import, and other commands need none
 
-        lengths = names_in(arguments.lengths)
-        return gpus.run_command(arguments, None if lengths is None else tuple(_lengths(lengths)))
+        return gpus.run_command(arguments, _lengths(arguments))
     _refuse_with(arguments, "--parts is for --gpus", "parts")
     if arguments.list:
         print("\n".join(f"{w.name:<16} {w.where}" for w in (*WORKLOADS, *LAYERS)))
@@ -285,15 +284,16 @@ def workloads_of(arguments: argparse.Namespace, default: tuple[Workload, ...]) -
     Raises:
         RefusedError: there is no such workload, or no such length.
     """
-    lengths = names_in(arguments.lengths)
+    lengths = _lengths(arguments)
     try:
-        return select_workloads(names_in(arguments.workloads), None if lengths is None else _lengths(lengths), default)
+        return select_workloads(names_in(arguments.workloads), lengths, default)
     except ValueError as error:
         raise RefusedError(f"--workloads: {error}") from None
 
 
-def _lengths(texts: list[str]) -> list[int]:
+def _lengths(arguments: argparse.Namespace) -> list[int] | None:
+    texts = names_in(arguments.lengths)
     try:
-        return [whole_number(1)(text) for text in texts]
+        return None if texts is None else [whole_number(1)(text) for text in texts]
     except argparse.ArgumentTypeError as error:
         raise RefusedError(f"--lengths: {error}") from None

@@ -178,7 +178,6 @@ def default_alignment(path: Path | None) -> Iterator[Path]:
 
 
 def _about(alignment: Alignment, rows: tuple[str, ...], device: torch.device, busy: str | None) -> list[str]:
-    """Lines on the alignment and the device."""
     used = f"{len(rows)} sequences x {len(rows[0])} columns"
     if (len(rows), len(rows[0])) != (len(alignment.rows), alignment.length):
         used += f" (of {len(alignment.rows)} x {alignment.length})"

@@ -95,11 +95,6 @@ class Settings:
     limit_s: float = 120.0
     judge: str = JUDGE
 
-    @property
-    def steps(self) -> int | None:
-        """The number of runs, or None if time decides."""
-        return None if self.cases is None else self.cases * len(self.backends)
-
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `fuzz` to the command line."""
@@ -159,7 +154,7 @@ def fuzz(settings: Settings, output: Path | None = None) -> int:
     interrupted = False
     with Workers(settings.jobs, settings.judge, settings.limit_s) as workers:
         try:
-            with count_progress(settings.steps) as count:
+            with count_progress(None if settings.cases is None else settings.cases * len(settings.backends)) as count:
                 _judge_all(settings, workers, findings, count)
                 for place, failure in enumerate(findings.failures[:_SHRUNK]):
                     count(findings.total(), f"{findings}; shrinking seed {failure.trial.problem.seed}")

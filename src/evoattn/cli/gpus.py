@@ -20,7 +20,7 @@ _LENGTHS = {"cuda": (512, 1024, 2048, 3072), "cpu": (32, 64)}
 _QUICK = {"cuda": (512, 1024), "cpu": (16,)}
 
 
-def _plan(arguments: argparse.Namespace, lengths: tuple[int, ...] | None) -> Plan:
+def _plan(arguments: argparse.Namespace, lengths: list[int] | None) -> Plan:
     """The plan that the options ask for.
 
     Args:
@@ -40,11 +40,11 @@ def _plan(arguments: argparse.Namespace, lengths: tuple[int, ...] | None) -> Pla
     backend = "nccl" if device == "cuda" else "gloo"
     if not dist.is_backend_available(backend):
         raise RefusedError(f"{asked}: this torch was built without {backend}; expected one with it")
-    defaults = (_QUICK if arguments.quick else _LENGTHS)[device]
-    return Plan(arguments.gpus, device, lengths or defaults, arguments.rounds or (3 if arguments.quick else 5), arguments.parts)
+    measured = tuple(lengths or (_QUICK if arguments.quick else _LENGTHS)[device])
+    return Plan(arguments.gpus, device, measured, arguments.rounds or (3 if arguments.quick else 5), arguments.parts)
 
 
-def run_command(arguments: argparse.Namespace, lengths: tuple[int, ...] | None) -> int:
+def run_command(arguments: argparse.Namespace, lengths: list[int] | None) -> int:
     """Measure, print the table, and say how it ended."""
     plan = _plan(arguments, lengths)
     path = None if arguments.json is None else check_output(arguments.json, "--json", ".json")

@@ -112,7 +112,6 @@ def _folder(at_end: contextlib.ExitStack) -> tuple[pathlib.Path | None, str]:
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
-    """Return the command to start."""
     program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
     if not program:
         raise RefusedError("PROGRAM is missing: name a command, or -m and a module")

@@ -123,11 +123,12 @@ def among(option: str, values: list[str] | None, known: tuple[str, ...], default
 
 
 def try_to_write_in(folder: Path) -> None:
-    """Make a file in a folder and remove it. Permissions alone do not tell whether that works, above all for root.
+    """Make a folder if it is missing, and a file in it that is removed. Permissions alone do not tell if that works for root.
 
     Raises:
         OSError: it cannot be made.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=".evoattn-", dir=folder):
         pass
 

@@ -85,7 +85,6 @@ def run(arguments: argparse.Namespace) -> int:
     workloads = workloads_of(arguments, default)
     dtypes = among("--dtypes", arguments.dtypes, _DTYPES, ("float32",) if on_cpu else ("bfloat16",))
     with refusing_place(place, _VARIABLE):  # before minutes of search: it could not be kept after them
-        place.parent.mkdir(parents=True, exist_ok=True)
         try_to_write_in(place.parent)
     findings: list[Tuned] = []
     try:

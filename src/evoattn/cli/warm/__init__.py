@@ -22,8 +22,6 @@ from evoattn.compile.cache import VARIABLE, folder
 from evoattn.compile.workers import Pool, Task, cores
 from evoattn.core.devices import Card, planned_for
 
-__all__ = ["Counts", "Settings", "add_parser", "warm"]
-
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _TRITON = "TRITON_CACHE_DIR"
 """The variable that names Triton's folder."""
@@ -149,7 +147,6 @@ def check_folders(cards: tuple[Card, ...]) -> None:
                 folders[_TRITON] = triton_folder()
     for variable, place in folders.items():
         with refusing_place(place, variable):
-            place.mkdir(parents=True, exist_ok=True)
             try_to_write_in(place)
 
 

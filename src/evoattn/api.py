@@ -180,8 +180,5 @@ def backends() -> list[BackendStatus]:
         >>> [status.name for status in backends() if status.available][-2:]
         ['tiled', 'reference']
     """
-    statuses = []
-    for name in BACKENDS:
-        reason = backend_module(name).availability()
-        statuses.append(BackendStatus(name, reason is None, reason or ""))
-    return statuses
+    reasons = {name: backend_module(name).availability() for name in BACKENDS}
+    return [BackendStatus(name, reason is None, reason or "") for name, reason in reasons.items()]

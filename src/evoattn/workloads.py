@@ -125,7 +125,10 @@ def _layer(of: Workload, name: str, layer: str, channels: int, where: str, lengt
     return dataclasses.replace(of, name=name, layer=layer, channels=channels, where=where, length_axes=length_axes)
 
 
-_DIFFUSION = Workload("", 1, 48, 16, 768, 768, 48, True, True, "")
+_DIFFUSION = _layer(
+    Workload("", 1, 48, 16, 768, 768, 48, True, True, ""),
+    "layer_diffusion768", "pair_bias", 768, "diffusion transformer's attention, the whole layer", ("lq", "lk"),
+)  # fmt: skip
 
 LAYERS: tuple[Workload, ...] = (
     *(
@@ -140,12 +143,8 @@ LAYERS: tuple[Workload, ...] = (
         Workload("", 1, 384, 8, 512, 512, 32, True, False, ""),
         "layer_msa_column384", "msa_column", 256, "MSA column attention, the whole layer", ("n",),
     ),
-    _layer(
-        _DIFFUSION, "layer_diffusion768", "pair_bias", 768, "diffusion transformer's attention, the whole layer", ("lq", "lk")
-    ),
-    _layer(
-        _DIFFUSION, "layer_diffusion768", "pair_bias", 768, "diffusion transformer's attention, the whole layer", ("lq", "lk")
-    ).with_rows(5),
+    _DIFFUSION,
+    _DIFFUSION.with_rows(5),
     _layer(
         Workload("", 1, 1, 16, 768, 768, 24, True, True, ""),
         "layer_single768", "single", 384, "attention with pair bias of the single track, the whole layer", ("lq", "lk"),

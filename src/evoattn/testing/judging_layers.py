@@ -104,19 +104,16 @@ def _wrong(problem: RandomLayer, results: Values, double: Values, plain: list[Va
             continue
         if bool((right.isfinite() & rough[0].isfinite() & ~value.isfinite()).any()):
             failures.append((f"not finite: {name}", ""))
-        error, allowed = relative_error(value, right), _allowed(problem, value, right, rough)
+        lost = max(relative_error(x.to(value.dtype), right) for x in rough)
+        floor = max(FLOOR[problem.compute_dtype], FLOOR[value.dtype])
+        allowed = max(_MULTIPLE * (1 + 2 / math.sqrt(value.numel())) * lost, floor)
+        error = relative_error(value, right)
         if not error <= allowed:
             failures.append((f"error of {name}", f"{error:.2e}, allowed {allowed:.2e}"))
     out = results["o"]
     if out is not None and out.dtype != problem.out_dtype:
         failures.append(("dtype of o", f"{out.dtype}, expected {problem.out_dtype}"))
     return failures
-
-
-def _allowed(problem: RandomLayer, value: Tensor, right: Tensor, rough: list[Tensor]) -> float:
-    lost = max(relative_error(x.to(value.dtype), right) for x in rough)
-    floor = max(FLOOR[problem.compute_dtype], FLOOR[value.dtype])
-    return max(_MULTIPLE * (1 + 2 / math.sqrt(value.numel())) * lost, floor)
 
 
 def _layer_values(problem: RandomLayer, backend: str, device: torch.device) -> tuple[Values, list[str]]:

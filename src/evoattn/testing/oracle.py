@@ -228,15 +228,11 @@ def conditioning(inputs: Inputs, expected: Results) -> dict[str, Bound]:
             over_keys = bias.shape[-1] == 1
             terms = ds_loss.sum(-1, keepdim=True) + common.sum(-1, keepdim=True).square() if over_keys else ds_loss_q
             lost[name] = terms.sum_to_size(bias.shape)  # one error an element, however many terms it has
-    if gated:  # which makes numbers as small as it likes
-        lost = {name: terms + _least(inputs.q.dtype) ** 2 for name, terms in lost.items()}
+    if gated:  # numbers may be tiny, and GPUs take subnormal numbers of 32 bits for 0, but not those of float16
+        info = torch.finfo(inputs.q.dtype)
+        least = info.smallest_normal * (info.eps if inputs.q.dtype == torch.float16 else 1)
+        lost = {name: terms + least**2 for name, terms in lost.items()}
     return {name: _bound(lost[name], value, units.get(name, u)) for name, value in values.items()}
-
-
-def _least(dtype: torch.dtype) -> float:
-    """The error of a small number: GPUs take subnormal numbers of 32 bits for 0, but not those of float16."""
-    info = torch.finfo(dtype)
-    return info.smallest_normal * (info.eps if dtype == torch.float16 else 1)
 
 
 def _in_turn(terms: int) -> float:

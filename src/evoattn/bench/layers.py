@@ -234,14 +234,7 @@ def _way(
     dense: bool = False,
     empty_rows: Literal["native", "mean"] = "native",
 ) -> Contender:
-    """A way to compute a layer.
-
-    Args:
-        name, title, compiles: of the contender.
-        prepare: the layer -> a function that computes the output of such a layer.
-        dense: whether it holds all scores.
-        empty_rows: of the layer of `evoattn.nn`.
-    """
+    """A way to compute a layer: `prepare` makes a function of a layer to its output. A `dense` one holds all scores."""
 
     def prepared(layer: Layer) -> Prepared:
         if empty_rows != "native":

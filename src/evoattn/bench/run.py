@@ -22,10 +22,6 @@ _SURE_SHARE = 0.25
 """Share of the truth's time limit after which its total time can be estimated well enough."""
 
 
-Progress = Callable[[int, int, str], None]
-"""Called before each step with the number of the problem, from 1, the number of problems, and the step in words."""
-
-
 class Kind(Protocol):
     """A kind of problem, which is a module: `attentions` or `layers`."""
 
@@ -47,11 +43,12 @@ def run(
     record: Record,
     device: torch.device,
     clock: Clock,
-    progress: Progress,
-    after_problem: Callable[[Record], None] = lambda record: None,
+    progress: Callable[[int, int, str], None],
+    after_problem: Callable[[Record], object] = lambda record: None,
 ) -> Record:
     """Measure the problems of a plan that the record lacks or that were cut short. Return the record.
 
+    `progress` is called before each step with the number of the problem, from 1, of all problems, and the step in words.
     Ctrl-C ends the run and keeps what is done: `record.finished` is then "interrupted". If the budget ends, every problem that
     was not begun is in the record with the reason.
     """

@@ -189,11 +189,7 @@ class _Climb:
             return None
 
     def _times(self, rounds: int, *runners: Runner) -> list[Timing]:
-        """Timings of the runners, in interleaved rounds.
-
-        Raises:
-            RuntimeError: one has no time.
-        """
+        """Timings of the runners, in interleaved rounds. Raise RuntimeError if one has no time."""
         pairs = [(Result(str(number)), runner) for number, runner in enumerate(runners)]
         budget, scores = Budget(None, 1, self.clock), attentions.scores_of(self.inputs)
         time_in_turn(pairs, (self.direction,), rounds, scores, self.clock, budget, lambda what: None)

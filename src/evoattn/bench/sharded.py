@@ -182,14 +182,7 @@ def _time(
     """Milliseconds of a call, microseconds of its host, and the peak memory in bytes with inputs and parameters.
 
     The time is the median of the rounds. The host's is the least: until a call into an empty queue returns, without a wait for
-    the device.
-
-    Args:
-        call: what is measured.
-        device: where it runs.
-        rounds: calls that count.
-        meet: waits for the other processes.
-        graph: whether the call is recorded as a CUDA graph first.
+    the device. `meet` waits for the other processes. A `graph` is recorded first.
     """
     clock = clock_for(device)
     release(device)

@@ -22,16 +22,7 @@ _MOST_TIMES_FORWARD = 4
 
 @dataclasses.dataclass
 class _Timed:
-    """A contender's pass, to be timed `count` calls at a time.
-
-    Args:
-        result: gets the time.
-        runner: calls the pass.
-        name: of the pass.
-        most: calls in a row.
-        count: calls of a round.
-        samples_ms: of the rounds so far.
-    """
+    """A contender's pass, to be timed `count` calls at a time, at the most `most`. The result gets the time."""
 
     result: Result
     runner: Runner

@@ -139,11 +139,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.source is not None:
         _refuse_with(arguments, "--from measures nothing", *_PLAN_OPTIONS, *_RUN_OPTIONS)
     outputs = _outputs(arguments)
-
-    def after_problem(record: Record) -> None:
-        if "json" in outputs:
-            outputs["json"](record)  # if it cannot be written now, there may be room at the end
-
+    after_problem = outputs.get("json", lambda record: None)  # if it cannot be written now, there may be room at the end
     if arguments.source is not None:
         record = _read(arguments.source, "--from")
     elif begun is not None:
@@ -205,7 +201,7 @@ def _read(path: Path, option: str) -> Record:
         raise RefusedError(f"{option} {str(path)!r}: {error}") from None
 
 
-def _measure(arguments: argparse.Namespace, after_problem: Callable[[Record], None]) -> Record:
+def _measure(arguments: argparse.Namespace, after_problem: Callable[[Record], object]) -> Record:
     device = pick(arguments.device)
     plan = _plan(arguments, default_plan(device.type, arguments.quick))
     clock = clock_for(device)
@@ -217,7 +213,7 @@ def _measure(arguments: argparse.Namespace, after_problem: Callable[[Record], No
         return run(plan, record, device, clock, progress, after_problem)
 
 
-def _resume(arguments: argparse.Namespace, record: Record, after_problem: Callable[[Record], None]) -> Record:
+def _resume(arguments: argparse.Namespace, record: Record, after_problem: Callable[[Record], object]) -> Record:
     device = _the_same_device(arguments, record)
     try:
         plan = plan_of(record.settings, arguments.budget)

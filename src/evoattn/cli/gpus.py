@@ -21,15 +21,7 @@ _QUICK = {"cuda": (512, 1024), "cpu": (16,)}
 
 
 def _plan(arguments: argparse.Namespace, lengths: list[int] | None) -> Plan:
-    """The plan that the options ask for.
-
-    Args:
-        arguments: of `evoattn bench`.
-        lengths: what --lengths named.
-
-    Raises:
-        RefusedError: this machine or this torch cannot do it.
-    """
+    """The plan that the options ask for. Raise RefusedError if this machine or this torch cannot run it."""
     device = "cpu" if arguments.device == "cpu" else "cuda"
     asked = f"--gpus {arguments.gpus}"
     if device == "cuda":
@@ -70,7 +62,11 @@ def _measure(plan: Plan, commit: str | None, record: Record, path: Path | None) 
                 if not isinstance(part, Problem):
                     record.machine = part
                     continue
-                _add(part, record)
+                known = next((problem for problem in record.problems if problem.workload == part.workload), None)
+                if known is None:
+                    record.problems.append(part)
+                else:  # one problem has the results of all ways
+                    known.results += part.results
                 if path is not None:
                     _write(record, path)  # what cannot be written now is tried again at the end
                 verified = part.result(VERIFIED)
@@ -86,15 +82,6 @@ def _measure(plan: Plan, commit: str | None, record: Record, path: Path | None) 
         return "interrupted: the results so far are above"
     record.finished = "complete"
     return None
-
-
-def _add(part: Problem, record: Record) -> None:
-    """Add results to a record: one problem has those of all ways."""
-    for problem in record.problems:
-        if problem.workload == part.workload:
-            problem.results += part.results
-            return
-    record.problems.append(part)
 
 
 def _write(record: Record, path: Path) -> RefusedError | None:

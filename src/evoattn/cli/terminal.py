@@ -81,10 +81,9 @@ def refusing_place(place: Path, variable: str) -> contextlib.AbstractContextMana
 def try_to_write(option: str, path: Path, write: Callable[[], None]) -> RefusedError | None:
     """Write a file of an option. Return the refusal if that fails, so that results are shown first."""
     try:
-        with refusing(f"{option} {str(path)!r}: cannot be written"):
-            write()
-    except RefusedError as refused:
-        return refused
+        write()
+    except OSError as error:
+        return RefusedError(f"{option} {str(path)!r}: cannot be written: {error.strerror or error}")
     return None
 
 

@@ -68,12 +68,8 @@ def local_cards() -> tuple[Card, ...]:
     Raises:
         RefusedError: there is none.
     """
-    cards: dict[Card, None] = {}
-    for index in range(torch.cuda.device_count()):
-        device = torch.device("cuda", index)
-        known = card(device)
-        if known is not None:
-            cards[_complete(known, device)] = None
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    cards = dict.fromkeys(_complete(known, device) for device in devices if (known := card(device)) is not None)
     if not cards:
         raise RefusedError("there is no NVIDIA GPU here: name the one that kernels are for, such as --arch sm_90a")
     return tuple(cards)

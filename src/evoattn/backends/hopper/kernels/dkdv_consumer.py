@@ -40,10 +40,9 @@ class KeyOperands(
     namedtuple("KeyOperands", "acc_S acc_dP acc_dK acc_dV tSrK tdPrV tSrKeyTerms tdPrUnits tSrQ tdPrdO tdKrQ tdVrdO "
         "tSrStats")
 ):  # fmt: skip
-    """Accumulators of the transposed S and dP, and of dk and dv, and the operands of their products as fragments of a thread.
+    """Accumulators of S^T, dP^T, dk and dv, and the operands of K Q^T, V dO^T, dS^T Q and P^T dO, as fragments of a thread.
 
-    tSrK, tSrQ; tdPrV, tdPrdO; tdKrQ; tdVrdO: of K Q^T, V dO^T, dS^T Q and P^T dO. tSrKeyTerms, tdPrUnits: what meets the
-    statistics of the queries, tSrStats, in S and dP.
+    tSrKeyTerms and tdPrUnits meet the statistics of the queries, tSrStats, in S and dP.
     """
 
 

@@ -133,5 +133,5 @@ def test_a_gated_call_is_the_same_in_a_graph(name: str) -> None:
     for _ in range(2):
         graph.replay()
     torch.cuda.synchronize()
-    for one, other in zip(captured, expected, strict=True):
-        assert torch.equal(one, other)
+    for a, b in zip(captured, expected, strict=True):
+        assert torch.equal(a, b)

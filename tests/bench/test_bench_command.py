@@ -63,10 +63,10 @@ def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert record.ceilings.copy_bytes_per_s and record.ceilings.exp2_per_s
     assert [problem.workload.name for problem in record.problems] == ["tri16", "single24"]
     for problem in record.problems:
-        ours = problem.result("evoattn")
-        assert ours is not None and ours.status == "ok" and set(ours.times) == {"forward", "both"}
-        assert len(ours.times["forward"].samples_ms) == 2
-        assert ours.peak_bytes and ours.first_call_s is not None and problem.bytes
+        fused = problem.result("evoattn")
+        assert fused is not None and fused.status == "ok" and set(fused.times) == {"forward", "both"}
+        assert len(fused.times["forward"].samples_ms) == 2
+        assert fused.peak_bytes and fused.first_call_s is not None and problem.bytes
     with files["csv"].open(newline="") as file:
         assert {row["by"] for row in csv.DictReader(file)} >= {"evoattn", "evoattn/reference", "dense"}
     assert "tri16" in files["html"].read_text()
@@ -85,12 +85,12 @@ def test_from_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_picture_with_growth_is_higher(tmp_path: Path) -> None:
-    one, three = a_record(evoattn=[1.0], dense=[2.0]), a_record(evoattn=[1.0], dense=[2.0])
+    short, three = a_record(evoattn=[1.0], dense=[2.0]), a_record(evoattn=[1.0], dense=[2.0])
     three.problems = [
-        type(p)(p.workload.at(length), p.dtype, p.bytes, p.results) for p in one.problems for length in (16, 32, 64)
+        type(p)(p.workload.at(length), p.dtype, p.bytes, p.results) for p in short.problems for length in (16, 32, 64)
     ]
     sizes = []
-    for record in (one, three):
+    for record in (short, three):
         plots.write_png(record, tmp_path / "a.png")
         sizes.append(struct.unpack(">II", (tmp_path / "a.png").read_bytes()[16:24])[1])
     assert sizes[1] > sizes[0] + 300
@@ -168,12 +168,12 @@ def test_a_record_that_is_complete_is_shown_as_it_is(tmp_path: Path, capsys: pyt
 
 
 def test_what_cannot_be_resumed_is_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, other, old, text = (tmp_path / name for name in ("a.json", "b.json", "c.json", "d.txt"))
+    path, second, old, text = (tmp_path / name for name in ("a.json", "b.json", "c.json", "d.txt"))
     assert cli.main([*SMALL, "--commit", "abc123", "--json", str(path)]) == 0
     data = json.loads(path.read_text())
     text.write_text(json.dumps(data))
     del data["settings"]["peers"]
-    other.write_text(json.dumps(data))
+    second.write_text(json.dumps(data))
     old.write_text(json.dumps(data | {"finished": "interrupted", "problems": [{**data["problems"][0], "cut": None}]}))
     dirty = tmp_path / "dirty.json"
     dirty.write_text(path.read_text().replace("abc123", "abc123-dirty"))
@@ -185,7 +185,7 @@ def test_what_cannot_be_resumed_is_left_as_it_was(tmp_path: Path, capsys: pytest
         ([path, "--device", "cuda"], "leave out --device"),
         ([path, "--from", path], "leave out --from"),
         ([path, "--compare", path, path], "leave out --compare"),
-        ([other, "--commit", "abc123"], "the record does not say what was asked for: 'peers'"),
+        ([second, "--commit", "abc123"], "the record does not say what was asked for: 'peers'"),
         ([old], "does not say what was cut short; an older version wrote it"),
         ([dirty, "--commit", "abc123-dirty"], "files differ from the commit"),
         ([text], "expected a name that ends in .json"),
@@ -283,8 +283,8 @@ def test_the_picture_of_the_rates() -> None:
     record = a_record(evoattn=[1.0], dense=[2.0], flash_unbiased=[0.1])
     figure = plots.rates(record, record.problems)
     (axes,) = figure.axes
-    ceiling, ours = sorted(bar.get_width() for bar in axes.patches)[::-1]
-    assert (ceiling, ours) == (pytest.approx(4.0), pytest.approx(0.016384))
+    ceiling, fused = sorted(bar.get_width() for bar in axes.patches)[::-1]
+    assert (ceiling, fused) == (pytest.approx(4.0), pytest.approx(0.016384))
     assert [text.get_text() for text in axes.texts] == ["0%"]
     (labels,) = ([text.get_text() for text in legend.get_texts()] for legend in figure.legends)
     others = ["dense torch", "torch flash kernel, no bias"]
@@ -299,9 +299,9 @@ def test_the_picture_of_the_rates() -> None:
 def test_ceilings_of_a_cpu() -> None:
     from evoattn.bench.clock import WallClock
 
-    found = ceilings.measure(torch.device("cpu"), WallClock(), ("float32", "bfloat16"))
-    assert found.exp2_per_s and 1e6 < found.exp2_per_s < 1e13
-    assert found.copy_bytes_per_s and 1e7 < found.copy_bytes_per_s < 1e13
-    assert set(found.product_flops_per_s) == {"float32", "bfloat16"}
-    assert all(1e6 < flops < 1e15 for flops in found.product_flops_per_s.values())
-    assert Ceilings(**json.loads(json.dumps(found.__dict__))) == found
+    measured = ceilings.measure(torch.device("cpu"), WallClock(), ("float32", "bfloat16"))
+    assert measured.exp2_per_s and 1e6 < measured.exp2_per_s < 1e13
+    assert measured.copy_bytes_per_s and 1e7 < measured.copy_bytes_per_s < 1e13
+    assert set(measured.product_flops_per_s) == {"float32", "bfloat16"}
+    assert all(1e6 < flops < 1e15 for flops in measured.product_flops_per_s.values())
+    assert Ceilings(**json.loads(json.dumps(measured.__dict__))) == measured

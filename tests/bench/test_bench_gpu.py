@@ -24,21 +24,21 @@ def test_the_clock_tells_the_device_and_the_host_apart() -> None:
     clock = CudaClock(torch.device("cuda"))
     x = torch.randn(8192, 8192, device="cuda")
     clock.calls(lambda _: x @ x, 2)
-    one, ten = clock.calls(lambda _: x @ x, 1), clock.calls(lambda _: x @ x, 10)
-    assert 7 < ten / one < 13
+    single, ten = clock.calls(lambda _: x @ x, 1), clock.calls(lambda _: x @ x, 10)
+    assert 7 < ten / single < 13
     host = clock.host_s(lambda _: x @ x, 5)
-    assert host is not None and host < one / 5
+    assert host is not None and host < single / 5
 
 
 def test_ceilings() -> None:
     device = torch.device("cuda")
     precision = torch.get_float32_matmul_precision()
-    found = ceilings.measure(device, CudaClock(device), ("bfloat16", "float32"))
+    measured = ceilings.measure(device, CudaClock(device), ("bfloat16", "float32"))
     assert torch.get_float32_matmul_precision() == precision
-    assert 1e13 < found.product_flops_per_s["float32"] < found.product_flops_per_s["bfloat16"] < 1e16
-    assert found.exp2_per_s is not None, found.how
-    assert 1e11 < found.exp2_per_s < 1e14
-    assert found.copy_bytes_per_s is not None and 1e11 < found.copy_bytes_per_s < 1e14
+    assert 1e13 < measured.product_flops_per_s["float32"] < measured.product_flops_per_s["bfloat16"] < 1e16
+    assert measured.exp2_per_s is not None, measured.how
+    assert 1e11 < measured.exp2_per_s < 1e14
+    assert measured.copy_bytes_per_s is not None and 1e11 < measured.copy_bytes_per_s < 1e14
 
 
 def test_garbage_of_before_is_not_taken_off_the_peak() -> None:
@@ -62,10 +62,10 @@ def test_the_command(tmp_path: Path) -> None:
     record = records.read(path)
     assert len(record.problems) == 6
     for problem in record.problems:
-        ours = problem.result("evoattn")
-        assert ours is not None and ours.status == "ok", ours
-        assert set(ours.times) == set(ours.host_us) == {"forward", "backward", "both"}
-        assert ours.peak_bytes
+        fused = problem.result("evoattn")
+        assert fused is not None and fused.status == "ok", fused
+        assert set(fused.times) == set(fused.host_us) == {"forward", "backward", "both"}
+        assert fused.peak_bytes
         dense = problem.result("dense")
         assert dense is not None and dense.status == "ok", dense
 

@@ -27,9 +27,9 @@ def test_the_layers_one_after_the_other_are_the_block(way: str) -> None:
 
 def test_both_ways_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(block_parts.VERIFIED, "cpu", 12)
-    found = block_parts.errors("float32", CPU)
-    assert all(error < 1e-5 for of in found.values() for error in of.values())
-    assert set(found["evoattn.nn"]) == {"s", "z", "ds", "dz"}
+    errors = block_parts.errors("float32", CPU)
+    assert all(error < 1e-5 for of in errors.values() for error in of.values())
+    assert set(errors["evoattn.nn"]) == {"s", "z", "ds", "dz"}
 
 
 def test_a_wrong_block_is_not_timed(

@@ -59,8 +59,8 @@ def test_the_budget_bounds_the_float64_truth(fakes: dict[str, Contender], monkey
 def test_a_record_that_was_cut_short_is_gone_on_with(fakes: dict[str, Contender], clock: FakeClock) -> None:
     """Only what was cut is measured, with all its contenders, and stands where it would have stood."""
     plan = a_plan(workloads=(workload("tri16"), workload("tri17"), workload("tri18")), peers=("right",))
-    whole = measured(plan, clock)
-    record = Record({}, {}, problems=[whole.problems[2], dataclasses.replace(whole.problems[0], cut=True)], seconds=100.0)
+    uncut = measured(plan, clock)
+    record = Record({}, {}, problems=[uncut.problems[2], dataclasses.replace(uncut.problems[0], cut=True)], seconds=100.0)
     kept = record.problems[0]
     begun: list[tuple[int, int, str]] = []
     run.run(plan, record, CPU, clock, lambda number, of, what: begun.append((number, of, what.split(",")[0])))
@@ -102,12 +102,12 @@ def test_a_call_too_long_for_any_budget_is_not_tried_again(
 
 def test_the_budget_leaves_out_what_compiles_for_too_long(fakes: dict[str, Contender], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(budget.COMPILES_S, "cpu", 500.0)
-    found = results(measured(a_plan(peers=("compiles", "right"), budget_s=900.0), FakeClock(tick=0.01)))
-    assert found["compiles"].times, "the first one may take what the budget has"
-    found = results(measured(a_plan(peers=("compiles", "right"), budget_s=400.0), FakeClock(tick=0.01)))
-    assert found["compiles"].status == "left out"
-    assert found["compiles"].reason.startswith("compiles for about 500 s, and this problem has ")
-    assert found["right"].times
+    by_peer = results(measured(a_plan(peers=("compiles", "right"), budget_s=900.0), FakeClock(tick=0.01)))
+    assert by_peer["compiles"].times, "the first one may take what the budget has"
+    by_peer = results(measured(a_plan(peers=("compiles", "right"), budget_s=400.0), FakeClock(tick=0.01)))
+    assert by_peer["compiles"].status == "left out"
+    assert by_peer["compiles"].reason.startswith("compiles for about 500 s, and this problem has ")
+    assert by_peer["right"].times
 
 
 def test_compiling_takes_no_rounds_away(fakes: dict[str, Contender], clock: FakeClock) -> None:
@@ -144,10 +144,10 @@ def test_a_peer_whose_first_call_does_not_end_is_ended(fakes: dict[str, Contende
     record = measured(a_plan(workloads=workloads, peers=("tunes", "right"), budget_s=50.0, rounds=2), WallClock())
     reasons = ("were ended after . s of the budget", "had not ended after . s on another problem")
     for problem, reason in zip(record.problems, reasons, strict=True):
-        found = {result.name: result for result in problem.results}
-        assert found["tunes"].status == "left out" and not found["tunes"].times
-        assert re.fullmatch(f"its first calls {reason}", found["tunes"].reason)
-        assert found["right"].times and found["evoattn"].times and problem.cut
+        by_peer = {result.name: result for result in problem.results}
+        assert by_peer["tunes"].status == "left out" and not by_peer["tunes"].times
+        assert re.fullmatch(f"its first calls {reason}", by_peer["tunes"].reason)
+        assert by_peer["right"].times and by_peer["evoattn"].times and problem.cut
     assert begun == [16] and record.finished == "out of time"
     assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
 
@@ -168,8 +168,8 @@ def compiles_first(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("compiles_first")
 def test_what_evoattn_compiles_is_not_ended(fakes: dict[str, Contender], clock: FakeClock) -> None:
-    found = results(measured(a_plan(peers=("right",), budget_s=2000.0), clock))
-    assert found["evoattn"].times and found["evoattn"].first_call_s > 1500  # type: ignore[operator]
+    by_peer = results(measured(a_plan(peers=("right",), budget_s=2000.0), clock))
+    assert by_peer["evoattn"].times and by_peer["evoattn"].first_call_s > 1500  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("swallows", [False, True])
@@ -200,16 +200,16 @@ def test_what_evoattn_compiles_is_not_its_peers_loss(
     monkeypatch.setattr(budget, "FIRST_SHARE", 0.0)
     monkeypatch.setitem(budget.COMPILES_S, "cpu", 500.0)
     plan = a_plan(workloads=(workload("tri16"), workload("tri17")), peers=("compiles",), budget_s=3000.0)
-    found = measured(plan, clock).problems[0].result("compiles")
-    assert found is not None and found.status == "ok", found
+    result = measured(plan, clock).problems[0].result("compiles")
+    assert result is not None and result.status == "ok", result
 
 
 def test_what_takes_too_long_is_left_out(fakes: dict[str, Contender]) -> None:
-    found = results(measured(a_plan(peers=("right", "compiles")), FakeClock(slow="right")))
-    assert (found["right"].status, found["right"].reason) == (
+    by_peer = results(measured(a_plan(peers=("right", "compiles")), FakeClock(slow="right")))
+    assert (by_peer["right"].status, by_peer["right"].reason) == (
         "left out",
         "a forward takes 100.0 s, too long for this problem's share of time",
     )
-    assert found["compiles"].times
-    found = results(measured(a_plan(peers=("right",), budget_s=10.0), FakeClock()))
-    assert found["right"].reason.startswith("a forward takes 1.0 s"), "a twentieth of the problem's share is half a second"
+    assert by_peer["compiles"].times
+    by_peer = results(measured(a_plan(peers=("right",), budget_s=10.0), FakeClock()))
+    assert by_peer["right"].reason.startswith("a forward takes 1.0 s"), "a twentieth of the problem's share is half a second"

@@ -41,8 +41,8 @@ def part(tmp_path: Path) -> client_page.Part:
     record = a_record(*cases, late, a_case(residues=768, patched=True, errors={"s": 2e-7, "z": 4e-7}))
     (tmp_path / "clients").mkdir()
     (tmp_path / "clients" / "card.json").write_text(json.dumps(record))
-    [found] = client_page.parts(tmp_path)
-    return found
+    [table] = client_page.parts(tmp_path)
+    return table
 
 
 def test_the_page_shows_times_memory_errors_and_what_ran_out_of_memory(part: client_page.Part) -> None:
@@ -104,10 +104,10 @@ def a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: str) -> clien
 def test_behind_the_way_that_killed_a_process_another_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run(tmp_path, monkeypatch, DYING)
     run.measure(client_blocks.Job("protenix", "base"))
-    found = {(case["residues"], case["patched"], case["pass"]): case["status"] for case in run.record["cases"]}
-    died = {key: status for key, status in found.items() if key[:2] == (16, True)}
+    statuses = {(case["residues"], case["patched"], case["pass"]): case["status"] for case in run.record["cases"]}
+    died = {key: status for key, status in statuses.items() if key[:2] == (16, True)}
     assert died == {(16, True, "inference"): "failed", (16, True, "training"): "failed"}
-    assert len(found) == 8 and set(found.values()) == {"ok", "failed"} and list(found.values()).count("ok") == 6
+    assert len(statuses) == 8 and set(statuses.values()) == {"ok", "failed"} and list(statuses.values()).count("ok") == 6
     [reason, _] = [case["reason"] for case in run.record["cases"] if case["status"] == "failed"]
     assert reason == "status 9: the device is lost"
 

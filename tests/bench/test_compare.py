@@ -17,15 +17,15 @@ SLOWER = [1.10, 1.11, 1.09, 1.10, 1.12]
 
 
 def regressions(before: Record, after: Record, threshold: float = 0.05) -> list[tuple[str, str]]:
-    found = compare.compare(before, after, threshold)
-    return [(change.name, change.what) for change in found.regressions]
+    comparison = compare.compare(before, after, threshold)
+    return [(change.name, change.what) for change in comparison.regressions]
 
 
 def test_noise_is_no_change() -> None:
     noisy = [1.0, 1.4, 0.8, 1.2, 1.3]
     assert regressions(a_record(evoattn=noisy), a_record(evoattn=[x * 1.1 for x in noisy])) == []
-    found = compare.compare(a_record(evoattn=noisy), a_record(evoattn=[x * 1.1 for x in noisy]), 0.05)
-    assert [change.beyond_noise for change in found.changes if change.what == "forward"] == [False]
+    comparison = compare.compare(a_record(evoattn=noisy), a_record(evoattn=[x * 1.1 for x in noisy]), 0.05)
+    assert [change.beyond_noise for change in comparison.changes if change.what == "forward"] == [False]
 
 
 def test_slower_beyond_noise_and_threshold() -> None:

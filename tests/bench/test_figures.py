@@ -80,9 +80,9 @@ def test_drawing_makes_every_page(figures: ModuleType, copy: Path) -> None:
 def test_a_changed_result_is_drift(figures: ModuleType, copy: Path) -> None:
     path = copy / "benchmarks" / "results" / "card.json"
     path.write_text(path.read_text().replace('"median_ms": 2.0', '"median_ms": 1.5'))
-    found = drift(figures, copy)
+    drifts = drift(figures, copy)
     for name in ("docs/benchmarks.md is not", "README.md is not", "bench-card-float32-speed.png was not drawn"):
-        assert name in found
+        assert name in drifts
 
 
 def test_an_edited_page_or_another_picture_is_drift(figures: ModuleType, copy: Path) -> None:
@@ -102,9 +102,9 @@ def test_an_edited_page_or_another_picture_is_drift(figures: ModuleType, copy: P
 def a_layer() -> records.Problem:
     """A layer's times, as a GPU has them."""
     times = {"forward": [1.0], "both": [3.0], "graph_forward": [0.5], "graph_both": [2.0]}
-    ours = records.Result("evoattn", peak_bytes=1 << 30, times={name: records.Timing.of(ms) for name, ms in times.items()})
-    theirs = records.Result("written", times={"forward": records.Timing.of([2.0])})
-    return records.Problem(workload("layer768"), "bfloat16", 1000, [ours, theirs])
+    fused = records.Result("evoattn", peak_bytes=1 << 30, times={name: records.Timing.of(ms) for name, ms in times.items()})
+    dense = records.Result("written", times={"forward": records.Timing.of([2.0])})
+    return records.Problem(workload("layer768"), "bfloat16", 1000, [fused, dense])
 
 
 def test_layers_have_a_table_and_their_parts_a_picture(figures: ModuleType, copy: Path) -> None:
@@ -165,8 +165,8 @@ def test_records_of_several_gpus_have_a_table(figures: ModuleType, copy: Path) -
 
 def test_prose_is_wrapped_and_a_table_is_not(figures: ModuleType) -> None:
     row = f"| {'cell ' * 30}|"
-    first, rest = " ".join(["word"] * 19), " ".join(["word"] * 11)
-    assert figures.wrapped(f"- {first} {rest}\n{row}") == f"- {first}\n  {rest}\n{row}"
+    first, second = " ".join(["word"] * 19), " ".join(["word"] * 11)
+    assert figures.wrapped(f"- {first} {second}\n{row}") == f"- {first}\n  {second}\n{row}"
 
 
 def test_a_page_without_its_marks(figures: ModuleType) -> None:

@@ -21,9 +21,9 @@ def layer_parts() -> ModuleType:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_part_has_its_times(layer_parts: ModuleType, dtype: str) -> None:
-    found = layer_parts.measure("layer12", dtype, CPU, 2)
-    assert list(found["ways"]) == ["written", "evoattn"]
-    for times in found["ways"].values():
+    by_part = layer_parts.measure("layer12", dtype, CPU, 2)
+    assert list(by_part["ways"]) == ["written", "evoattn"]
+    for times in by_part["ways"].values():
         assert list(times) == [*layer_parts.PARTS, "whole"]
         assert all(forward > 0 for forward, _ in times.values())
 

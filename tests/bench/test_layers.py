@@ -63,8 +63,8 @@ class _Triangle(nn.Module):
         q, k, v, g = (self.mha[f"linear_{y}"](x).unflatten(-1, (self.no_heads, -1)) for y in "qkvg")
         bias = self.linear_z(x).movedim(-1, -3).unsqueeze(-4) + self.inf * (mask - 1)[..., None, None, :]
         o = layers._dense(q, k, v, torch.ones_like(mask, dtype=torch.bool), bias)
-        made: Tensor = self.mha["linear_o"]((torch.sigmoid(g) * o).flatten(-2))
-        return made
+        output: Tensor = self.mha["linear_o"]((torch.sigmoid(g) * o).flatten(-2))
+        return output
 
 
 def test_openfold3_computes_with_our_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +84,9 @@ def test_cuequivariance_gets_a_single_track_and_refuses_the_rest(monkeypatch: py
         o = layers._dense(q, k, v, torch.ones_like(mask, dtype=torch.bool), bias)
         return F.linear((torch.sigmoid(g) * o).flatten(-2), w["w_proj_o"]), None
 
-    theirs = types.ModuleType("cuequivariance_ops_torch")
-    theirs.attention_pair_bias = attention_pair_bias  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
+    package = types.ModuleType("cuequivariance_ops_torch")
+    package.attention_pair_bias = attention_pair_bias  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, package.__name__, package)
     check(layer, PEERS["cuequivariance"])
     with pytest.raises(RefusesError, match="without a condition"):
         PEERS["cuequivariance"].prepare(inputs_of(workload("layer_diffusion16n3"), torch.float32, CPU))

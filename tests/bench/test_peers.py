@@ -82,7 +82,7 @@ class Fakes:
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     fakes = Fakes()
-    held = {
+    modules = {
         "deepspeed.ops.deepspeed4science": {"DS4Sci_EvoformerAttention": fakes.deepspeed},
         "openfold3.core.kernels.triton.evoformer": {"TritonEvoformer": fakes.openfold3},
         "turbopairformer": {
@@ -90,7 +90,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
             "turbo_attention": fakes.turbopairformer,
         },
     }
-    for path, names in held.items():
+    for path, names in modules.items():
         parts = path.split(".")
         for end in range(1, len(parts)):
             package = types.ModuleType(".".join(parts[:end]))
@@ -115,18 +115,18 @@ class FakeGraph:
     def tensor_like(self, x: Tensor) -> "FakeTensor":
         return FakeTensor().set_dim(list(x.shape)).set_stride(list(x.stride()))
 
-    def sdpa(self, *, name: str, generate_stats: bool, **given: Any) -> list["FakeTensor"]:
+    def sdpa(self, *, name: str, generate_stats: bool, **args: Any) -> list["FakeTensor"]:
         assert generate_stats
-        return self._node(given, "o", "lse")
+        return self._node(args, "o", "lse")
 
-    def sdpa_backward(self, *, name: str, dBias: "FakeTensor", **given: Any) -> list["FakeTensor"]:
-        outs = self._node(given, "dq", "dk", "dv")
+    def sdpa_backward(self, *, name: str, dBias: "FakeTensor", **args: Any) -> list["FakeTensor"]:
+        outs = self._node(args, "dq", "dk", "dv")
         assert self.node is not None
         self.node[1]["dbias"] = dBias
         return outs
 
-    def _node(self, given: dict[str, Any], *names: str) -> list["FakeTensor"]:
-        self.node = (given, {name: FakeTensor() for name in names})
+    def _node(self, arguments: dict[str, Any], *names: str) -> list["FakeTensor"]:
+        self.node = (arguments, {name: FakeTensor() for name in names})
         return list(self.node[1].values())
 
     def get_workspace_size(self) -> int:
@@ -135,11 +135,11 @@ class FakeGraph:
 
     def execute(self, buffers: dict["FakeTensor", Tensor], workspace: Tensor, handle: object) -> None:
         assert handle == "handle" and workspace.numel() == 8 and self.node is not None
-        given, outs = self.node
+        arguments, outs = self.node
         for tensor, x in buffers.items():
             assert (list(x.shape), list(x.stride())) == (tensor.dim, tensor.stride)
-        scale = given["attn_scale"]
-        x = {name: buffers[tensor].double() for name, tensor in given.items() if name != "attn_scale"}
+        scale = arguments["attn_scale"]
+        x = {name: buffers[tensor].double() for name, tensor in arguments.items() if name != "attn_scale"}
         leaves = [x[name].requires_grad_() for name in ("q", "k", "v", "bias")]
         with torch.enable_grad():
             q, k, v, bias = leaves

@@ -42,9 +42,9 @@ def test_choosing_workloads() -> None:
         select_workloads(["nonsense"], None, default.workloads)
     for device in ("cpu", "cuda"):
         for quick in (False, True):
-            found = default_plan(device, quick)
-            assert len({w.name for w in found.workloads}) == len(found.workloads)
-            assert not quick or not any(PEERS[name].compiles for name in found.peers)
+            plan = default_plan(device, quick)
+            assert len({w.name for w in plan.workloads}) == len(plan.workloads)
+            assert not quick or not any(PEERS[name].compiles for name in plan.peers)
 
 
 def test_workloads_at_other_lengths() -> None:
@@ -57,15 +57,15 @@ def test_workloads_at_other_lengths() -> None:
     rows = workload("msa_row128n64")
     assert (rows.name, rows.n, rows.lq) == ("msa_row128n64", 64, 128)
     assert workload("msa_columnn9").n == 9
-    for name, length, found, n in (
+    for name, length, expected, n in (
         ("tri384n64", 500, "tri500n64", 64),
         ("tri384n64", 32, "tri32", 32),
         ("msa_row200n64", 300, "msa_row300n64", 64),
         ("diffusion128n8", 256, "diffusion256n8", 8),
     ):
         other = workload(name).at(length)
-        assert (other.name, other.n, other.length) == (found, n, length)
-        assert workload(found) == other
+        assert (other.name, other.n, other.length) == (expected, n, length)
+        assert workload(expected) == other
     for wrong in ("tri0", "tri", "nonsense5", "tri1234567", "nonsense5n3", "n5", "trin5"):
         with pytest.raises(ValueError, match="no workload"):
             workload(wrong)

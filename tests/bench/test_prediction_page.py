@@ -24,7 +24,7 @@ def a_case(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def found(tmp_path: Path) -> dict[Path, dict[str, Any]]:
+def records(tmp_path: Path) -> dict[Path, dict[str, Any]]:
     cases = [
         a_case(),
         a_case(way="evoattn run", seconds=3.0, from_installed={"distogram": 1.5e-3}),
@@ -39,25 +39,25 @@ def found(tmp_path: Path) -> dict[Path, dict[str, Any]]:
     return prediction_page.records(tmp_path)
 
 
-def test_readme_compares_what_one_types_with_what_is_installed(found: dict[Path, dict[str, Any]]) -> None:
-    text = prediction_page.summary(found)
+def test_readme_compares_what_one_types_with_what_is_installed(records: dict[Path, dict[str, Any]]) -> None:
+    text = prediction_page.summary(records)
     assert "| Boltz-2 2.2.1, a | 152 | 9.0 / 2.2 | 3.0 / 2.2 | 3.00 |" in text
     assert "988" not in text and "304" not in text, "there is nothing to compare with"
     assert prediction_page.summary({}) == ""
 
 
-def test_predictions_of_other_steps_are_not_compared(found: dict[Path, dict[str, Any]]) -> None:
-    [record] = found.values()
+def test_predictions_of_other_steps_are_not_compared(records: dict[Path, dict[str, Any]]) -> None:
+    [record] = records.values()
     record["cases"].append(a_case(steps=20, seconds=0.1, way="evoattn run"))
-    assert "| 9.0 / 2.2 | 3.0 / 2.2 | 3.00 |" in prediction_page.summary(found)
-    text = prediction_page.block(found)
+    assert "| 9.0 / 2.2 | 3.0 / 2.2 | 3.00 |" in prediction_page.summary(records)
+    text = prediction_page.block(records)
     assert "Boltz-2, 200 steps:" in text and "Boltz-2, 20 steps:" in text
     record["cases"] = [a_case(program="ESMFold", steps=None)]
-    assert "\nESMFold:\n" in prediction_page.block(found)
+    assert "\nESMFold:\n" in prediction_page.block(records)
 
 
-def test_the_page_shows_stages_and_failures(found: dict[Path, dict[str, Any]]) -> None:
-    text = prediction_page.block(found)
+def test_the_page_shows_stages_and_failures(records: dict[Path, dict[str, Any]]) -> None:
+    text = prediction_page.block(records)
     assert "| residues | way | s | peak GiB | trunk | denoiser | distogram differs by |" in text
     assert "| 152 | evoattn run | 3.00 | 2.2 | 2.00 | 6.50 | 1.5e-03 |" in text
     assert "| 304 | evoattn run | OutOfMemoryError: tried 9 GiB | - | - | - | - |" in text
@@ -158,11 +158,11 @@ def test_a_way_without_memory_is_recorded_and_is_no_failure(
     assert kept("kernels") and len(record["cases"]) == 2, "any other failure is one"
 
 
-def test_few_recycles_have_a_table_of_their_own(found: dict[Path, dict[str, Any]]) -> None:
-    [record] = found.values()
+def test_few_recycles_have_a_table_of_their_own(records: dict[Path, dict[str, Any]]) -> None:
+    [record] = records.values()
     record["cases"].append(a_case(recycles=0, seconds=0.1, way="evoattn run"))
-    assert "| 9.0 / 2.2 | 3.0 / 2.2 | 3.00 |" in prediction_page.summary(found)
-    assert "Boltz-2, 200 steps, 0 recycles:" in prediction_page.block(found)
+    assert "| 9.0 / 2.2 | 3.0 / 2.2 | 3.00 |" in prediction_page.summary(records)
+    assert "Boltz-2, 200 steps, 0 recycles:" in prediction_page.block(records)
 
 
 def test_the_clock_follows_what_a_patch_replaces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,10 +47,10 @@ def test_what_older_records_do_not_say(tmp_path: Path) -> None:
     old = json.loads(path.read_text())
     del old["problems"][0]["seconds"], old["problems"][0]["results"][0]["backward_backend"]
     path.write_text(json.dumps(old))
-    found = records.read(path)
-    ours = found.problems[0].results[0]
-    assert (ours.backend, ours.backward_backend, found.problems[0].seconds) == ("hopper", "", None)
-    records.write(found, path)
+    older = records.read(path)
+    result = older.problems[0].results[0]
+    assert (result.backend, result.backward_backend, older.problems[0].seconds) == ("hopper", "", None)
+    records.write(older, path)
     assert json.loads(path.read_text()) == old
 
 

@@ -79,9 +79,9 @@ def test_what_peers_say_cannot_break_out() -> None:
     assert "a &lt;GPU&gt;" in page and "a <GPU>" not in page
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert data is not None
-    held = json.loads(data[1])
-    assert held["problems"][0]["results"][4]["reason"] == EVIL
-    assert held["titles"]["flash_unbiased"] == "torch flash kernel, no bias"
+    parsed = json.loads(data[1])
+    assert parsed["problems"][0]["results"][4]["reason"] == EVIL
+    assert parsed["titles"]["flash_unbiased"] == "torch flash kernel, no bias"
 
 
 def test_a_page_of_nothing() -> None:
@@ -102,10 +102,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
 
 
 def column(page: browser.Page, table: str, number: int) -> list[str]:
-    found: list[str] = page.ask(
+    cells: list[str] = page.ask(
         f"[...document.querySelectorAll('#{table} tbody tr')].map(r => r.children[{number}].textContent)"
     )
-    return found
+    return cells
 
 
 def choose(page: browser.Page, selector: str, value: str) -> None:

@@ -22,42 +22,42 @@ from .conftest import CPU, FakeClock, a_plan, measured, results
 
 
 def test_what_is_wrong_gets_no_time_and_what_fails_says_why(fakes: dict[str, Contender], clock: FakeClock) -> None:
-    found = results(measured(a_plan(peers=tuple(fakes)), clock))
-    assert {name for name, result in found.items() if result.times} == {
+    by_peer = results(measured(a_plan(peers=tuple(fakes)), clock))
+    assert {name for name, result in by_peer.items() if result.times} == {
         "evoattn",
         "right",
         "forward_only",
         "wrong_backward",
         "compiles",
     }
-    assert found["evoattn"].status == found["right"].status == "ok"
-    assert found["evoattn"].backend == "tiled"
-    assert set(found["right"].times) == {"forward", "backward", "both"}
-    assert set(found["right"].errors) == {"o", "dq", "dk", "dv", "dpair_bias"}
-    assert max(found["right"].errors.values()) < 1e-5
-    assert found["wrong"].status == "wrong"
-    assert "o is wrong: relative error 1.0e-02 against float64" in found["wrong"].reason
-    assert found["nan"].status == "wrong" and found["nan"].errors["o"] == math.inf
+    assert by_peer["evoattn"].status == by_peer["right"].status == "ok"
+    assert by_peer["evoattn"].backend == "tiled"
+    assert set(by_peer["right"].times) == {"forward", "backward", "both"}
+    assert set(by_peer["right"].errors) == {"o", "dq", "dk", "dv", "dpair_bias"}
+    assert max(by_peer["right"].errors.values()) < 1e-5
+    assert by_peer["wrong"].status == "wrong"
+    assert "o is wrong: relative error 1.0e-02 against float64" in by_peer["wrong"].reason
+    assert by_peer["nan"].status == "wrong" and by_peer["nan"].errors["o"] == math.inf
     for name in ("forward_only", "wrong_backward"):
-        assert found[name].status == "partial" and set(found[name].times) == {"forward"}, name
-        assert found[name].peak_bytes is None
-    assert found["forward_only"].reason == "backward: NotImplementedError: no backward here"
-    assert "is wrong: relative error 1.0e-02" in found["wrong_backward"].reason
-    assert (found["refuses"].status, found["refuses"].reason) == ("refused", "takes <b>nothing</b> & nobody")
-    assert (found["absent"].status, found["absent"].reason) == ("absent", "no_such_library_at_all is not installed")
-    assert (found["explodes"].status, found["explodes"].reason) == ("failed", "RuntimeError: the kernel")
-    assert found["huge"].status == "left out" and "GiB are free" in found["huge"].reason
+        assert by_peer[name].status == "partial" and set(by_peer[name].times) == {"forward"}, name
+        assert by_peer[name].peak_bytes is None
+    assert by_peer["forward_only"].reason == "backward: NotImplementedError: no backward here"
+    assert "is wrong: relative error 1.0e-02" in by_peer["wrong_backward"].reason
+    assert (by_peer["refuses"].status, by_peer["refuses"].reason) == ("refused", "takes <b>nothing</b> & nobody")
+    assert (by_peer["absent"].status, by_peer["absent"].reason) == ("absent", "no_such_library_at_all is not installed")
+    assert (by_peer["explodes"].status, by_peer["explodes"].reason) == ("failed", "RuntimeError: the kernel")
+    assert by_peer["huge"].status == "left out" and "GiB are free" in by_peer["huge"].reason
 
 
 def test_without_a_forward_wished_a_wrong_backward_has_no_time(fakes: dict[str, Contender], clock: FakeClock) -> None:
-    found = results(measured(a_plan(peers=("wrong_backward",), passes=("both",)), clock))
-    assert found["wrong_backward"].status == "wrong" and not found["wrong_backward"].times
+    by_peer = results(measured(a_plan(peers=("wrong_backward",), passes=("both",)), clock))
+    assert by_peer["wrong_backward"].status == "wrong" and not by_peer["wrong_backward"].times
 
 
 def test_forward_alone_asks_for_no_gradient(fakes: dict[str, Contender], clock: FakeClock) -> None:
-    found = results(measured(a_plan(peers=("forward_only",), passes=("forward",)), clock))
-    assert found["forward_only"].status == "ok"
-    assert set(found["forward_only"].errors) == {"o"}
+    by_peer = results(measured(a_plan(peers=("forward_only",), passes=("forward",)), clock))
+    assert by_peer["forward_only"].status == "ok"
+    assert set(by_peer["forward_only"].errors) == {"o"}
 
 
 def test_rounds_are_interleaved(fakes: dict[str, Contender], clock: FakeClock) -> None:
@@ -69,14 +69,14 @@ def test_rounds_are_interleaved(fakes: dict[str, Contender], clock: FakeClock) -
 
 
 def test_host_time_where_the_clock_has_one(fakes: dict[str, Contender]) -> None:
-    found = results(measured(a_plan(peers=("compiles",)), FakeClock(host=25e-6)))
-    assert found["compiles"].host_us == {"forward": 25.0, "backward": 25.0, "both": 25.0}
+    by_peer = results(measured(a_plan(peers=("compiles",)), FakeClock(host=25e-6)))
+    assert by_peer["compiles"].host_us == {"forward": 25.0, "backward": 25.0, "both": 25.0}
 
 
 def test_calls_that_lead_have_graphs_of_their_own(fakes: dict[str, Contender]) -> None:
     """A compiled backward runs once on each; without them it would fail."""
-    found = results(measured(a_plan(peers=("compiles",)), FakeClock(lead=2)))
-    assert set(found["compiles"].times) == {"forward", "backward", "both"}
+    by_peer = results(measured(a_plan(peers=("compiles",)), FakeClock(lead=2)))
+    assert set(by_peer["compiles"].times) == {"forward", "backward", "both"}
 
 
 def test_ctrl_c_keeps_what_is_done(fakes: dict[str, Contender], clock: FakeClock) -> None:
@@ -125,8 +125,8 @@ def test_memory_that_ends_on_a_cpu_is_a_reason(
     PEERS["exhausts"] = Contender("exhausts", "exhausts", exhausts)
     assert results(measured(a_plan(peers=("exhausts",)), clock))["exhausts"].reason == "out of memory"
     monkeypatch.setattr(attentions, "inputs_of", fails)
-    found = results(measured(a_plan(peers=("right",)), clock))
-    assert {result.reason for result in found.values()} == {"the inputs and their float64 truth do not fit into memory"}
+    by_peer = results(measured(a_plan(peers=("right",)), clock))
+    assert {result.reason for result in by_peer.values()} == {"the inputs and their float64 truth do not fit into memory"}
     error = RuntimeError("expected a tensor")
     with pytest.raises(RuntimeError, match="expected a tensor"):
         measured(a_plan(), clock)
@@ -136,21 +136,21 @@ def test_memory_that_ends_on_a_cpu_is_a_reason(
 def test_what_is_foreseen_to_be_held_is_what_is_held(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = workload(name).with_rows(48)
     monkeypatch.setitem(attentions.SCORES, "cpu", 1 << 16)
-    held: list[object] = []
+    tensors: list[object] = []
 
     def make() -> None:
         inputs = attentions.inputs_of(wanted, torch.float32, CPU)
-        held.append(attentions.truth(inputs))
+        tensors.append(attentions.truth(inputs))
 
     foreseen = attentions.held_bytes(wanted, torch.float32, CPU)
     assert 0.4 * foreseen < peak_bytes(make, CPU) <= foreseen
 
 
 def test_a_backend_that_auto_takes_is_measured_once(clock: FakeClock) -> None:
-    found = results(measured(a_plan(backends=("auto", "tiled", "reference", "triton"), passes=("forward",)), clock))
-    assert list(found) == ["evoattn", "evoattn/reference", "evoattn/triton"]
-    assert found["evoattn/triton"].status == "refused"
-    assert found["evoattn/reference"].times
+    by_peer = results(measured(a_plan(backends=("auto", "tiled", "reference", "triton"), passes=("forward",)), clock))
+    assert list(by_peer) == ["evoattn", "evoattn/reference", "evoattn/triton"]
+    assert by_peer["evoattn/triton"].status == "refused"
+    assert by_peer["evoattn/reference"].times
 
 
 def test_another_backend_for_the_backward_is_named(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,20 +160,20 @@ def test_another_backend_for_the_backward_is_named(clock: FakeClock, monkeypatch
     monkeypatch.setattr(
         tiled, "unsupported", lambda problem, config: ["no gradients"] if any(problem.needs) else right(problem, config)
     )
-    found = results(measured(a_plan(backends=("auto", "tiled", "reference")), clock))
-    ours = found["evoattn"]
-    assert (ours.status, ours.backend, ours.backward_backend) == ("ok", "tiled", "reference")
-    assert list(found) == ["evoattn", "evoattn/tiled", "evoattn/reference"], "neither is both passes of auto"
-    assert found["evoattn/reference"].backends("/") == "reference"
-    alone = results(measured(a_plan(passes=("forward",)), clock))["evoattn"]
-    assert alone.backends(", backward ") == "tiled", "no backward was run"
+    by_peer = results(measured(a_plan(backends=("auto", "tiled", "reference")), clock))
+    fused = by_peer["evoattn"]
+    assert (fused.status, fused.backend, fused.backward_backend) == ("ok", "tiled", "reference")
+    assert list(by_peer) == ["evoattn", "evoattn/tiled", "evoattn/reference"], "neither is both passes of auto"
+    assert by_peer["evoattn/reference"].backends("/") == "reference"
+    forward_only = results(measured(a_plan(passes=("forward",)), clock))["evoattn"]
+    assert forward_only.backends(", backward ") == "tiled", "no backward was run"
 
 
 def test_a_bound_is_checked_against_its_own_truth(clock: FakeClock) -> None:
     """FlashAttention without a bias is right about its own, easier problem, and about all rows that the truth has."""
-    found = results(measured(a_plan(peers=("flash_unbiased",)), clock))
-    assert found["flash_unbiased"].status == "ok", found["flash_unbiased"].reason
-    assert "dpair_bias" not in found["flash_unbiased"].errors
+    by_peer = results(measured(a_plan(peers=("flash_unbiased",)), clock))
+    assert by_peer["flash_unbiased"].status == "ok", by_peer["flash_unbiased"].reason
+    assert "dpair_bias" not in by_peer["flash_unbiased"].errors
 
 
 def test_a_bound_without_a_mask_keeps_the_pair_bias(
@@ -184,10 +184,10 @@ def test_a_bound_without_a_mask_keeps_the_pair_bias(
     every_key = Contender("every_key", "every key", lambda inputs: right(attentions.without(inputs, "mask")))
     fakes["every_key"], fakes["bound"] = every_key, dataclasses.replace(every_key, name="bound", leaves_out="mask")
     monkeypatch.setitem(attentions.SCORES, "cpu", 4 * 16 * 16 * 4)  # four parts
-    found = results(measured(a_plan(peers=("every_key", "bound")), clock))
-    assert found["every_key"].status == "wrong", "of the problem with a mask"
-    assert found["bound"].status == "ok", found["bound"].reason
-    assert set(found["bound"].errors) == {"o", "dq", "dk", "dv", "dpair_bias"}
+    by_peer = results(measured(a_plan(peers=("every_key", "bound")), clock))
+    assert by_peer["every_key"].status == "wrong", "of the problem with a mask"
+    assert by_peer["bound"].status == "ok", by_peer["bound"].reason
+    assert set(by_peer["bound"].errors) == {"o", "dq", "dk", "dv", "dpair_bias"}
 
 
 @pytest.mark.parametrize("name", ["dense", "sdpa", "flash_unbiased"])
@@ -206,9 +206,9 @@ def test_the_truth_in_parts_is_the_oracle(monkeypatch: pytest.MonkeyPatch) -> No
     inputs = attentions.inputs_of(workload("template8"), torch.float32, CPU)
     expected = testing.oracle(inputs).values
     monkeypatch.setitem(attentions.SCORES, "cpu", 3 * 4 * 4 * 8 * 8)
-    found = attentions.truth(inputs)
-    assert set(found) == {"o", "dq", "dk", "dv", "dpair_bias"}
-    for name, value in found.items():
+    actual = attentions.truth(inputs)
+    assert set(actual) == {"o", "dq", "dk", "dv", "dpair_bias"}
+    for name, value in actual.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
 
 
@@ -227,8 +227,8 @@ def test_a_graph_that_gives_its_memory_away_is_used_once(fakes: dict[str, Conten
 def test_copies_of_the_inputs_do_not_fit_the_cache() -> None:
     small = attentions.inputs_of(workload("tri64"), torch.float32, CPU)
     copies = copies_for((small.q, small.k, small.v, small.pair_bias), CPU)
-    one = sum(x.nbytes for x in (small.q, small.k, small.v, small.pair_bias) if x is not None)
-    assert copies * one >= 64 << 20 > (copies - 1) * one
+    nbytes = sum(x.nbytes for x in (small.q, small.k, small.v, small.pair_bias) if x is not None)
+    assert copies * nbytes >= 64 << 20 > (copies - 1) * nbytes
     tiny = attentions.inputs_of(workload("tri8"), torch.float32, CPU)
     assert copies_for((tiny.q, tiny.k, tiny.v, tiny.pair_bias), CPU) == 24
     runner = Runner(PEERS["dense"], small)

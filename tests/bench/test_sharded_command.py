@@ -40,12 +40,12 @@ def errors(largest: float, ratio: float) -> Problem:
     return sharded.problem(24, "", Result(VERIFIED + ON_ONE, errors={"largest": 0.2}), of_all)
 
 
-def times(length: int, way: str, one: Result = MISSING) -> Problem:
+def times(length: int, way: str, single: Result = MISSING) -> Problem:
     """The result of one process, and one of 5 ms of both."""
     measured = WAYS[way][0]
     both = Result("", host_us={measured: 3e3}, peak_bytes=int(0.9 * 2**30), times={measured: Timing(5.0)})
-    one, both = (dataclasses.replace(x, name=f"evoattn/{way}{end}") for x, end in ((one, ON_ONE), (both, "")))
-    return sharded.problem(length, "", one, both)
+    single, both = (dataclasses.replace(x, name=f"evoattn/{way}{end}") for x, end in ((single, ON_ONE), (both, "")))
+    return sharded.problem(length, "", single, both)
 
 
 ERRORS = errors(0.25, 1.25)
@@ -105,9 +105,9 @@ def fails(rank: int, *_: object) -> None:
 )
 def test_a_process_that_dies_ends_the_others(work: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharded, "work", work)
-    start, found = time.monotonic(), []
+    start, messages = time.monotonic(), []
     with pytest.raises(sharded.ProcessDiedError) as caught:
-        found.extend(sharded.run(Plan(2, "cpu", (5,), 2), "abc123"))
+        messages.extend(sharded.run(Plan(2, "cpu", (5,), 2), "abc123"))
     assert str(caught.value) == message
     assert time.monotonic() - start < 60
 

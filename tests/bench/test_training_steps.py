@@ -58,22 +58,22 @@ def test_the_drawn_alignment_and_atoms_are_the_same_each_time(features: dict[str
 def test_features_are_packed_without_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large = torch.zeros(1, 1024, 1024, dtype=torch.int64)
     large[0, range(1024), range(1024)] = torch.arange(1024)
-    given = {
+    features = {
         "sparse": large,
         "same": torch.tensor([0.0, 1.0, 0.0]).expand(1, 40, 40, 3).contiguous(),
         "empty": torch.zeros(1, 4, 0, dtype=torch.int64),
         "dense": torch.rand(3, 5),
         "nan": torch.full((4,), torch.nan),
     }
-    found = packed(given)
-    kept = torch.load(io.BytesIO(lzma.decompress(found)))
+    arrays = packed(features)
+    kept = torch.load(io.BytesIO(lzma.decompress(arrays)))
     assert kept["sparse"].is_sparse and kept["same"].untyped_storage().nbytes() == 3 * 4 and not kept["dense"].is_sparse
     monkeypatch.setattr(prediction_features, "FEATURES", tmp_path)
     (tmp_path / "toy").mkdir()
-    (tmp_path / "toy" / "7.pt.xz").write_bytes(found)
-    made = unpacked("toy", 7, torch.device("cpu"))
-    assert made.keys() == given.keys() and all(x.is_contiguous() for x in made.values())
-    torch.testing.assert_close(made, given, rtol=0, atol=0, equal_nan=True)
+    (tmp_path / "toy" / "7.pt.xz").write_bytes(arrays)
+    batch = unpacked("toy", 7, torch.device("cpu"))
+    assert batch.keys() == features.keys() and all(x.is_contiguous() for x in batch.values())
+    torch.testing.assert_close(batch, features, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(

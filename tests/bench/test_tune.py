@@ -31,9 +31,9 @@ class ClockOfTiles(FakeClock):
         plan = tiled.Blocks.plan
 
         def watched(blocks: tiled.Blocks) -> TiledPlan:
-            found = plan(blocks)
-            self.budget = found.score_bytes
-            return found
+            tiles = plan(blocks)
+            self.budget = tiles.score_bytes
+            return tiles
 
         monkeypatch.setattr(tiled.Blocks, "plan", watched)
         monkeypatch.setattr(tiled.dense, "fits", lambda problem: False)  # which has no blocks
@@ -52,18 +52,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_table_of_the_user
 
 
 def searched(clock: FakeClock, end: float = 1e9) -> Tuned:
-    (found,) = search.tune(workload("tri16"), "float32", CPU, clock, end, lambda what: None)
-    return found
+    (tuned,) = search.tune(workload("tri16"), "float32", CPU, clock, end, lambda what: None)
+    return tuned
 
 
 def test_it_climbs_to_what_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best is three steps away from the 4 MiB of the built-in choice, and every step is better."""
     best = 1 << 19
-    found = searched(ClockOfTiles(monkeypatch, lambda budget: 1 + abs(budget - best) / (1 << 20)))
-    assert found.config == Config(score_bytes=best)
-    assert (found.backend, found.direction) == ("tiled", "both")
-    assert found.gain == pytest.approx(4.5)
-    assert found.tried == 5 and found.failed == 0 and not found.cut
+    tuned = searched(ClockOfTiles(monkeypatch, lambda budget: 1 + abs(budget - best) / (1 << 20)))
+    assert tuned.config == Config(score_bytes=best)
+    assert (tuned.backend, tuned.direction) == ("tiled", "both")
+    assert tuned.gain == pytest.approx(4.5)
+    assert tuned.tried == 5 and tuned.failed == 0 and not tuned.cut
 
 
 def test_nothing_is_kept_that_is_not_clearly_better(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,14 +85,14 @@ def test_what_is_wrong_or_fails_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
             outputs.o.mul_(1.01)
 
     monkeypatch.setattr(tiled, "_forward", broken)
-    found = searched(clock)
-    assert found.config is None
-    assert found.failed == 1
+    tuned = searched(clock)
+    assert tuned.config is None
+    assert tuned.failed == 1
 
 
 def test_the_time_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = searched(ClockOfTiles(monkeypatch, lambda budget: 1.0, tick=1.0), end=1.0)
-    assert found.cut and found.tried == 0 and found.config is None
+    tuned = searched(ClockOfTiles(monkeypatch, lambda budget: 1.0, tick=1.0), end=1.0)
+    assert tuned.cut and tuned.tried == 0 and tuned.config is None
 
 
 def test_an_older_find_does_not_start_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,10 +142,10 @@ def test_ctrl_c_keeps_what_was_found(folder: Path, capsys: pytest.CaptureFixture
     monkeypatch.setattr(tune, "clock_for", lambda device: clock)
     real = search.tune
 
-    def stop_at_the_second(wanted: object, *rest: object) -> Iterator[Tuned]:
+    def stop_at_the_second(wanted: object, *args: object) -> Iterator[Tuned]:
         if getattr(wanted, "name", "") == "tri17":
             raise KeyboardInterrupt
-        return real(wanted, *rest)  # type: ignore[arg-type]
+        return real(wanted, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(search, "tune", stop_at_the_second)
     assert cli.main(["tune", "--device", "cpu", "--workloads", "tri16", "tri17", "--budget", "1000"]) == 130

@@ -34,8 +34,8 @@ def test_help(arguments: list[str], expected: tuple[str, ...], capsys: pytest.Ca
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_an_output_that_is_full() -> None:
     with Path("/dev/full").open("w") as full:
-        found = evoattn_run("bench", "--list", stdout=full)
-    assert found == (2, "evoattn bench: error: what it found cannot be written: No space left on device\n")
+        process = evoattn_run("bench", "--list", stdout=full)
+    assert process == (2, "evoattn bench: error: what it found cannot be written: No space left on device\n")
 
 
 def test_letters_that_the_output_does_not_have(tmp_path: Path) -> None:

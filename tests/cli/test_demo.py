@@ -45,8 +45,8 @@ def family(tmp_path: Path) -> Path:
 
 def table_rows(text: str, name: str) -> dict[str, list[float]]:
     """The numbers of an attention's rows in the demo's table, by implementation."""
-    found = re.findall(rf"^\s*{re.escape(name)} +(evoattn|dense) +(.*)$", text, re.MULTILINE)
-    return {by: [float(number) for number in numbers.split()] for by, numbers in found}
+    rows = re.findall(rf"^\s*{re.escape(name)} +(evoattn|dense) +(.*)$", text, re.MULTILINE)
+    return {by: [float(number) for number in numbers.split()] for by, numbers in rows}
 
 
 def test_demo(family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,9 +87,9 @@ def test_demo_fails_on_wrong_numbers(
     def wrong(*arguments: Any, **options: Any) -> Plan:
         plan = right(*arguments, **options)
 
-        def run(*given: Any) -> Any:
-            of_biases = plan.run(*given)
-            given[-1][1].mul_(1.001)
+        def run(*args: Any) -> Any:
+            of_biases = plan.run(*args)
+            args[-1][1].mul_(1.001)
             return of_biases
 
         return dataclasses.replace(plan, run=run)
@@ -179,12 +179,12 @@ def test_interrupt(family: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 def grown(*lengths: int, why: str = "") -> list[Measured]:
     """Growth over these lengths; with a reason both contenders stop after the last."""
     times = {"both": Timing(300.0)}
-    found = [
+    steps = [
         Measured(workload(f"tri{length}"), "float32", None, [Result(x, times=times, peak_bytes=1 << 20) for x in BOTH])
         for length in lengths
     ]
     stopped = Measured(workload("tri4096"), "float32", None, [Result(x, "left out", why) for x in BOTH])
-    return [*found, stopped] if why else found
+    return [*steps, stopped] if why else steps
 
 
 def test_the_curve_begins_where_the_library_is_meant_for() -> None:
@@ -234,9 +234,9 @@ def test_the_notes_of_the_picture_fit() -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     why = "it would take about 1234.5 GiB of the 1000.2 GiB that are free"
-    found = grown(16, 32, why=why)
-    notes = "\n".join(f"{name} was not run {reason}" for name, reason in sweep.stops(found).items())
-    figure = plots.growth(found, "a title", "a machine", notes, "dense")
+    steps = grown(16, 32, why=why)
+    notes = "\n".join(f"{name} was not run {reason}" for name, reason in sweep.stops(steps).items())
+    figure = plots.growth(steps, "a title", "a machine", notes, "dense")
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     assert figure.get_supxlabel() == notes and notes.count(why) == 2

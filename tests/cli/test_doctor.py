@@ -39,10 +39,10 @@ def test_doctor_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert report["devices"][0]["device"] == "cpu"
     assert {status["name"] for status in report["backends"]} == {status.name for status in evoattn.backends()}
     assert report["auto"]["cpu"]["float64"]["backend"] == "tiled"
-    held = {(check["backend"], check["dtype"]): check["held"] for check in report["checks"] if check["device"] == "cpu"}
+    passed = {(check["backend"], check["dtype"]): check["held"] for check in report["checks"] if check["device"] == "cpu"}
     for backend in ("tiled", "reference"):
         for dtype in ("float32", "bfloat16", "float16", "float64"):
-            assert held[backend, dtype] == list(doctor.CASES)
+            assert passed[backend, dtype] == list(doctor.CASES)
 
 
 _right_forward = tiled.plan_forward

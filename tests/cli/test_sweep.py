@@ -20,18 +20,18 @@ def test_sweep_stops_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     size = sweep.Size(sequences=1, columns=16, lengths=(16, 24), repeats=1, seconds=0.1, patience=None)
     steps: list[str] = []
     monkeypatch.setattr("evoattn.bench.machine.free_bytes", lambda device: 100 << 20)
-    found = sweep.growth("MKV", size, 0, cpu, torch.float32, steps.append)
-    assert timed(found, "evoattn") == timed(found, "dense") == [16, 24] and sweep.stops(found) == {}
+    result = sweep.growth("MKV", size, 0, cpu, torch.float32, steps.append)
+    assert timed(result, "evoattn") == timed(result, "dense") == [16, 24] and sweep.stops(result) == {}
     hurried = sweep.growth("MKV", dataclasses.replace(size, patience=1e-9), 0, cpu, torch.float32, steps.append)
     assert sweep.stops(hurried)["dense"] == "at L = 16: the time of the demo is over; --max-length gives it more"
     monkeypatch.setattr("evoattn.bench.machine.free_bytes", lambda device: 6_000_000)
-    found = sweep.growth("MKV", size, 0, cpu, torch.float32, steps.append)
-    assert timed(found, "dense") == [16]
-    assert re.fullmatch(r"at L = 24: it would take about 0\.0 GiB; 0\.0 GiB are free", sweep.stops(found)["dense"])
+    result = sweep.growth("MKV", size, 0, cpu, torch.float32, steps.append)
+    assert timed(result, "dense") == [16]
+    assert re.fullmatch(r"at L = 24: it would take about 0\.0 GiB; 0\.0 GiB are free", sweep.stops(result)["dense"])
     monkeypatch.setitem(sweep.PATIENCE_S, "evoattn", 0.0)
-    found = sweep.growth("MKV", size, 0, cpu, torch.float32, steps.append)
-    assert timed(found, "evoattn") == [16]
-    assert "s a pass" in sweep.stops(found)["evoattn"]
+    result = sweep.growth("MKV", size, 0, cpu, torch.float32, steps.append)
+    assert timed(result, "evoattn") == [16]
+    assert "s a pass" in sweep.stops(result)["evoattn"]
 
 
 def timed(problems: list[Measured], name: str) -> list[int]:

@@ -176,10 +176,10 @@ def test_tritons_folder_is_where_triton_writes(variable: str, tmp_path: pathlib.
     folder = tmp_path if variable == "TRITON_CACHE_DIR" else tmp_path / ".triton" / "cache"
     if variable == "HOME":  # Triton reads it when it is imported
         command = [sys.executable, "-c", "from evoattn.cli import warm; print(warm.triton_folder())"]
-        found = pathlib.Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+        path = pathlib.Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
     else:
-        found = warm.triton_folder()
-    assert found == folder
+        path = warm.triton_folder()
+    assert path == folder
 
 
 def test_a_missing_backend_is_told(

@@ -34,16 +34,16 @@ def toy(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[typ
     (tmp_path / "toy-1.0.dist-info").mkdir()
     (tmp_path / "toy-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    whole = sites("toy_client.triangle:Triangle")
-    known = Client("toy", "toy", SITES, values=(("toy_client.layers", "has_kernel", True),), layers=whole)
+    layer_sites = sites("toy_client.triangle:Triangle")
+    known = Client("toy", "toy", SITES, values=(("toy_client.layers", "has_kernel", True),), layers=layer_sites)
     monkeypatch.setattr(patching, "NAMES", ("toy",))
     monkeypatch.setattr(patching, "client", {"toy": known}.__getitem__)
     model = importlib.import_module("toy_client.model")
     layers: Any = sys.modules["toy_client.layers"]
-    found = {str(site): digest(function_at(site)) for site in (*SITES, *whole)}
+    digests = {str(site): digest(function_at(site)) for site in (*SITES, *layer_sites)}
     openfolds = "openfold.model.triangular_attention.TriangleAttention"
     monkeypatch.setitem(LAYERS, "toy_client.triangle.Triangle", LAYERS[openfolds])
-    monkeypatch.setitem(sources(), "toy", {"0.9": {}, "1.0": found})
+    monkeypatch.setitem(sources(), "toy", {"0.9": {}, "1.0": digests})
     model.layers = layers
     yield model
     for name in ("toy_client", "toy_client.layers", "toy_client.model", "toy_client.triangle"):

@@ -22,9 +22,9 @@ class Denoiser(nn.Module):
         self.scale, self.body = 1.0, body
         self.eval()
 
-    def original(self, x: Tensor, z: Tensor, *given: Any, **named: Any) -> Any:
+    def original(self, x: Tensor, z: Tensor, *args: Any, **named: Any) -> Any:
         OF_ATTENTION.count_replaced()
-        return self.body(self, self.second(self.first(x) * self.scale + z), *given, **named)
+        return self.body(self, self.second(self.first(x) * self.scale + z), *args, **named)
 
     forward = original
 
@@ -41,18 +41,18 @@ class Watched:
         self.module = kind(body) if body else kind()
         self.z = draw(1)
 
-    def __call__(self, x: Tensor, *given: Any, **named: Any) -> Any:
+    def __call__(self, x: Tensor, *args: Any, **named: Any) -> Any:
         """A call without gradients."""
         with torch.no_grad():
-            return self.module(x, self.z, *given, **named)
+            return self.module(x, self.z, *args, **named)
 
-    def agrees(self, times: int = 6, *given: Any, **named: Any) -> None:
+    def agrees(self, times: int = 6, *args: Any, **named: Any) -> None:
         """Calls with new tensors return what the original returns."""
         for seed in range(times):
             x = draw(seed + 2)
             with torch.no_grad():
-                expected = self.module.original(x, self.z, *given, **named)
-            assert torch.equal(self(x, *given, **named), expected)
+                expected = self.module.original(x, self.z, *args, **named)
+            assert torch.equal(self(x, *args, **named), expected)
 
     @property
     def replayed(self) -> int:
@@ -106,7 +106,7 @@ class Trunk:
 
     def agrees(self, seed: int = 2) -> None:
         """The blocks return what the originals return, and leave the same random numbers."""
-        found = expected = draw(seed)
+        actual = expected = draw(seed)
         with torch.no_grad():
             state = torch.get_rng_state()
             for block in self.blocks:
@@ -114,5 +114,5 @@ class Trunk:
             after = torch.get_rng_state()
             torch.set_rng_state(state)
             for block in self.blocks:
-                found = block(found, self.mask)
-        assert torch.equal(found, expected) and torch.equal(torch.get_rng_state(), after)
+                actual = block(actual, self.mask)
+        assert torch.equal(actual, expected) and torch.equal(torch.get_rng_state(), after)

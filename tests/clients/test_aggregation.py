@@ -34,8 +34,8 @@ def scattered(x: Tensor, group: Tensor, groups: int) -> Tensor:
 def test_sums_are_those_of_scatter_add(batch: tuple[int, ...], dtype: torch.dtype) -> None:
     x = draw(1, *batch, ATOMS, 4).to(dtype)
     for group in (GROUP, GROUP.flip(0), GROUP.int().expand(*batch, ATOMS)):
-        wide = x.float() if dtype == torch.bfloat16 else x  # only the last sum is rounded
-        assert torch.equal(aggregation.sums(x, group, TOKENS), scattered(wide, group, TOKENS).to(dtype))
+        x32 = x.float() if dtype == torch.bfloat16 else x  # only the last sum is rounded
+        assert torch.equal(aggregation.sums(x, group, TOKENS), scattered(x32, group, TOKENS).to(dtype))
 
 
 def test_sums_of_samples_with_groups_of_their_own() -> None:
@@ -60,13 +60,13 @@ def by_token(x: Tensor, group: Tensor, tokens: int) -> Tensor:
 
 @torch.no_grad()
 def test_means_by_token() -> None:
-    ours, x = aggregation.means_by_token(never, Count()), draw(1, 3, ATOMS, 4)
-    assert torch.equal(ours(x, GROUP, n_token=TOKENS, reduce="mean"), by_token(x, GROUP, TOKENS))
-    other = aggregation.means_by_token(original, Count())
-    for given in ((x, GROUP), (x, GROUP, TOKENS, "sum"), (x.int(), GROUP, TOKENS)):
-        assert other(*given) == -1
+    means, x = aggregation.means_by_token(never, Count()), draw(1, 3, ATOMS, 4)
+    assert torch.equal(means(x, GROUP, n_token=TOKENS, reduce="mean"), by_token(x, GROUP, TOKENS))
+    fallback = aggregation.means_by_token(original, Count())
+    for args in ((x, GROUP), (x, GROUP, TOKENS, "sum"), (x.int(), GROUP, TOKENS)):
+        assert fallback(*args) == -1
     with torch.enable_grad():
-        assert other(x, GROUP, TOKENS) == -1, "gradients are those of the original"
+        assert fallback(x, GROUP, TOKENS) == -1, "gradients are those of the original"
 
 
 def by_mask(token_mask: Tensor, group: Tensor, mask: Tensor, x: Tensor) -> Tensor:
@@ -79,18 +79,18 @@ def by_mask(token_mask: Tensor, group: Tensor, mask: Tensor, x: Tensor) -> Tenso
 
 @torch.no_grad()
 def test_means_by_mask() -> None:
-    ours, x = aggregation.means_by_mask(never, Count()), draw(1, 2, 3, ATOMS, 4)
+    means, x = aggregation.means_by_mask(never, Count()), draw(1, 2, 3, ATOMS, 4)
     token_mask, group, mask = torch.ones(2, 1, TOKENS), GROUP.expand(2, 1, ATOMS), torch.ones(2, 1, ATOMS)
     mask[0, 0, 3:5] = mask[1, 0, -1] = 0
     x[0, 0, 3] = torch.nan  # nobody reads a masked atom
-    assert torch.equal(ours(token_mask, group, mask, x, -2, "mean"), by_mask(token_mask, group, mask, x))
+    assert torch.equal(means(token_mask, group, mask, x, -2, "mean"), by_mask(token_mask, group, mask, x))
     low, high = x.bfloat16(), by_mask(token_mask, group, mask, x.bfloat16().float())
-    assert torch.equal(ours(token_mask, group, mask, low, -2, "mean"), high), "the mask's dtype is the wider one"
-    other = aggregation.means_by_mask(original, Count())
+    assert torch.equal(means(token_mask, group, mask, low, -2, "mean"), high), "the mask's dtype is the wider one"
+    fallback = aggregation.means_by_mask(original, Count())
     for more in ((), (-2, "sum")):
-        assert other(token_mask, group, mask, x, *more) == -1
+        assert fallback(token_mask, group, mask, x, *more) == -1
     with torch.enable_grad():
-        assert other(token_mask, group, mask, x, -2) == -1
+        assert fallback(token_mask, group, mask, x, -2) == -1
 
 
 class Atoms(nn.Module):
@@ -113,16 +113,16 @@ def test_from_tokens() -> None:
     x, batch = draw(1, 2, 3, TOKENS, 4), {"token_mask": token_mask, "counts": counts, "atom_mask": torch.ones(2, 1, ATOMS)}
     expected = torch.zeros(2, 3, ATOMS, 4)
     for i, number in enumerate((counts * token_mask.int())[:, 0]):
-        made = torch.repeat_interleave(x[i], number, dim=1)
-        expected[i, :, : made.shape[1]] = made
+        repeated = torch.repeat_interleave(x[i], number, dim=1)
+        expected[i, :, : repeated.shape[1]] = repeated
     module = Atoms(aggregation.from_tokens(never, Count()))
     forward = aggregation.counting_atoms(Atoms.forward, Count())
     assert torch.equal(forward(module, batch=batch, x=x), expected) and torch.equal(forward(module, batch, x), expected)
-    other = Atoms(aggregation.from_tokens(original, Count()))
-    assert other.forward(batch, x) == -1, "nobody said how many atoms there are"
-    assert forward(other, batch, x, max_num_atoms_per_token=4) == -1
+    fallback = Atoms(aggregation.from_tokens(original, Count()))
+    assert fallback.forward(batch, x) == -1, "nobody said how many atoms there are"
+    assert forward(fallback, batch, x, max_num_atoms_per_token=4) == -1
     with torch.enable_grad():
-        assert forward(other, batch, x) == -1
+        assert forward(fallback, batch, x) == -1
 
 
 class Denoiser(nn.Module):
@@ -139,8 +139,8 @@ class Denoiser(nn.Module):
     def original(self, batch: dict[str, Tensor], x: Tensor) -> Tensor:
         tokens = self.mean(self.linear(x), batch["group"], TOKENS)
         tokens = tokens + self.masked(batch["token_mask"], batch["group"], batch["atom_mask"], x, -2)
-        made: Tensor = aggregation.counting_atoms(Atoms.forward, Count())(self.atoms, batch, tokens)
-        return made
+        output: Tensor = aggregation.counting_atoms(Atoms.forward, Count())(self.atoms, batch, tokens)
+        return output
 
     forward = original
 
@@ -170,7 +170,7 @@ def test_the_mask_of_cyclic_chains(cyclic: bool, grad: bool, there: bool) -> Non
     run = openfold3.rollout(Rollout.forward, Count())
     batch = {"token_mask": torch.ones(1, 4), "cyclic_mask": torch.tensor([[False, False, cyclic, False]])}
     with torch.set_grad_enabled(grad):
-        given, found, steps = run(Rollout(), batch=batch, steps=3)
-    assert (found, steps) == (there, 3) and given["token_mask"] is batch["token_mask"]
+        seen_batch, output, steps = run(Rollout(), batch=batch, steps=3)
+    assert (output, steps) == (there, 3) and seen_batch["token_mask"] is batch["token_mask"]
     assert "cyclic_mask" in batch, "the caller's"
     assert run(Rollout(), batch={}, steps=3)[1] is False

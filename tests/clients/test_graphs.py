@@ -37,10 +37,10 @@ def test_tensors_that_stay_are_read_where_they_are(watched: Watched, monkeypatch
 
 
 def test_results_are_the_callers_own(watched: Watched) -> None:
-    made = [watched(draw(1)) for _ in range(6)]
-    assert len({x.data_ptr() for x in made}) == 6
-    made[-1].zero_()
-    assert torch.equal(watched(draw(1)), made[0]) and made[-2].any()
+    results = [watched(draw(1)) for _ in range(6)]
+    assert len({x.data_ptr() for x in results}) == 6
+    results[-1].zero_()
+    assert torch.equal(watched(draw(1)), results[0]) and results[-2].any()
 
 
 Pair = collections.namedtuple("Pair", ("left", "right"))
@@ -58,11 +58,11 @@ def test_nested_arguments_and_results() -> None:
         x = draw(more)
         with torch.no_grad():
             expected = watched.module.original(x, watched.z, feats, keys, more=more)
-        found = watched(x, feats, keys, more=more)
-        torch.testing.assert_close(found["x"], expected["x"], rtol=0, atol=0)
-        assert found["rest"][0] is None and type(found["rest"][1]) is Pair and found["rest"][1].right == 3
-        assert torch.equal(found["rest"][1].left, expected["rest"][1].left) and found["rest"][2][1] == "a"
-        assert torch.equal(found["rest"][2][0], expected["rest"][2][0])
+        actual = watched(x, feats, keys, more=more)
+        torch.testing.assert_close(actual["x"], expected["x"], rtol=0, atol=0)
+        assert actual["rest"][0] is None and type(actual["rest"][1]) is Pair and actual["rest"][1].right == 3
+        assert torch.equal(actual["rest"][1].left, expected["rest"][1].left) and actual["rest"][2][1] == "a"
+        assert torch.equal(actual["rest"][2][0], expected["rest"][2][0])
     assert (watched.replayed, watched.recorder.recorded) == (4, 2)
 
 
@@ -160,9 +160,9 @@ def test_what_cannot_be_recorded_runs_as_it_was(body: Any, reason: str) -> None:
         with torch.no_grad():
             expected = watched.module.original(draw(seed), watched.z)
         torch.manual_seed(seed)
-        found = watched(draw(seed))
-        if isinstance(found, Tensor):
-            assert torch.equal(found, expected)
+        actual = watched(draw(seed))
+        if isinstance(actual, Tensor):
+            assert torch.equal(actual, expected)
         torch.manual_seed(seed)
         watched(draw(seed))
         state = torch.get_rng_state()
@@ -255,12 +255,12 @@ def test_a_cache_that_the_first_call_fills() -> None:
 
     watched = Watched(body)
     for start in (0, 20):
-        ours: dict[str, Any] = {}
-        theirs: dict[str, Any] = {}
+        replayed_cache: dict[str, Any] = {}
+        plain_cache: dict[str, Any] = {}
         for seed in range(start, start + 14):
             with torch.no_grad():
-                expected = watched.module.original(draw(seed), watched.z, theirs)
-            assert torch.equal(watched(draw(seed), ours), expected)
+                expected = watched.module.original(draw(seed), watched.z, plain_cache)
+            assert torch.equal(watched(draw(seed), replayed_cache), expected)
     assert watched.replayed == 2 * (14 - 4) and watched.recorder.recorded == 2, (
         "the cache of the second prediction is another one"
     )

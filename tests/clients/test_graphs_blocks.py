@@ -38,20 +38,20 @@ def test_weights_that_change_are_read_by_a_shared_recording() -> None:
 @pytest.mark.parametrize("what", ["an attribute", "a list", "a width", "a class", "an object", "training"])
 def test_blocks_of_another_structure_have_a_recording_of_their_own(what: str) -> None:
     trunk = Trunk()
-    other = trunk.blocks[4]
+    block = trunk.blocks[4]
     if what == "an attribute":
-        other.norm.eps = 0.5
+        block.norm.eps = 0.5
     elif what == "a list":
-        other.p = [0.5]
+        block.p = [0.5]
     elif what == "a width":
         trunk.blocks[4] = trunk.kind(width=5)
     elif what == "a class":
-        other.drop = nn.Identity()
+        block.drop = nn.Identity()
     elif what == "an object":
-        other.p = type("Mine", (), {"__getitem__": lambda self, i: 0.75})()
+        block.p = type("Mine", (), {"__getitem__": lambda self, i: 0.75})()
     else:
-        other.drop.train()
-        other.drop.p = 0.0
+        block.drop.train()
+        block.drop.p = 0.0
     trunk.agrees()
     assert trunk.count.replaced == 4 and sum(trunk.count.passed_on.values()) == 4
 
@@ -87,12 +87,12 @@ def test_a_block_that_draws_from_a_generator_of_its_own_is_not_recorded() -> Non
 def test_what_a_block_makes_at_its_first_call_is_not_recorded() -> None:
     """A client's layer makes ours at its first call. That draws random numbers for weights."""
     trunk = Trunk()
-    made: weakref.WeakKeyDictionary[Block, Tensor] = weakref.WeakKeyDictionary()
+    cache: weakref.WeakKeyDictionary[Block, Tensor] = weakref.WeakKeyDictionary()
     original, generator = Block.original, torch.Generator()
 
     def making(self: Block, x: Tensor, mask: Tensor) -> Tensor:
-        if self not in made:
-            made[self] = torch.rand(1, generator=generator)
+        if self not in cache:
+            cache[self] = torch.rand(1, generator=generator)
         return original(self, x, mask)
 
     trunk.steps._original = making
@@ -104,9 +104,9 @@ def test_a_block_that_draws_more_when_it_is_replayed_is_not_replayed() -> None:
     trunk = Trunk()
     replay = call_kinds.CallKind.replay
 
-    def more(self: Any, *given: Any) -> Any:
+    def more(self: Any, *args: Any) -> Any:
         torch.rand(1)
-        return replay(self, *given)
+        return replay(self, *args)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(call_kinds.CallKind, "replay", more)

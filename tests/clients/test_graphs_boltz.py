@@ -30,7 +30,7 @@ def second(module: Any, samples: int, steps: int, length: int = 8) -> Tensor:
         "atom_to_token": nn.functional.one_hot(torch.arange(atoms) % tokens, tokens)[None],
         "record": [object()],
     }
-    given = {
+    conditioning = {
         "q": draw(2, 1, atoms, 16),
         "c": draw(3, 1, atoms, 16),
         "to_keys": to_keys,
@@ -40,7 +40,7 @@ def second(module: Any, samples: int, steps: int, length: int = 8) -> Tensor:
     }
     torch.manual_seed(1)
     with torch.no_grad():
-        found = module.sample(
+        sample = module.sample(
             atom_mask=feats["atom_pad_mask"],
             num_sampling_steps=steps,
             multiplicity=samples,
@@ -49,9 +49,9 @@ def second(module: Any, samples: int, steps: int, length: int = 8) -> Tensor:
             s_trunk=draw(7, 1, tokens, 8),
             s_inputs=draw(8, 1, tokens, 8),
             feats=feats,
-            diffusion_conditioning=given,
+            diffusion_conditioning=conditioning,
         )
-    coordinates: Tensor = found["sample_atom_coords"]
+    coordinates: Tensor = sample["sample_atom_coords"]
     return coordinates
 
 
@@ -71,7 +71,7 @@ def first(module: Any, samples: int, steps: int, length: int = 8) -> Tensor:
     }
     torch.manual_seed(1)
     with torch.no_grad():
-        found = module.sample(
+        sample = module.sample(
             atom_mask=feats["atom_pad_mask"],
             num_sampling_steps=steps,
             multiplicity=samples,
@@ -83,7 +83,7 @@ def first(module: Any, samples: int, steps: int, length: int = 8) -> Tensor:
             relative_position_encoding=draw(10, 1, tokens, tokens, 8),
             feats=feats,
         )
-    coordinates: Tensor = found["sample_atom_coords"]
+    coordinates: Tensor = sample["sample_atom_coords"]
     return coordinates
 
 
@@ -119,8 +119,8 @@ def test_boltz(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with evoattn.patch("boltz", layers=False):
         expected = [sample(module, *call) for call in calls]
     with evoattn.patch("boltz", layers=False, graphs=True) as patched:
-        found = [sample(module, *call) for call in calls]
-    assert all(map(torch.equal, found, expected))
+        result = [sample(module, *call) for call in calls]
+    assert all(map(torch.equal, result, expected))
     steps = patched.steps[f"{name}:DiffusionModule.forward"]
     eager = 3 if version == 2 else 4
     assert steps[""] == 3 * (6 - eager)
@@ -141,16 +141,16 @@ def test_boltz_trunk(layers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fold() -> tuple[Tensor, ...]:
         torch.manual_seed(5)
-        made = s, z
+        state = s, z
         with torch.no_grad():
             for _ in range(3):
-                made = trunk(*made, mask, pair_mask)
-        return *made, torch.rand(3)
+                state = trunk(*state, mask, pair_mask)
+        return *state, torch.rand(3)
 
     pair_mask = mask[:, :, None] * mask[:, None]
     with evoattn.patch("boltz", layers=layers):
         expected = fold()
     with evoattn.patch("boltz", layers=layers, graphs=True) as patched:
-        found = fold()
-    assert all(map(torch.equal, found, expected))
+        folded = fold()
+    assert all(map(torch.equal, folded, expected))
     assert patched.steps["boltz.model.layers.pairformer:PairformerLayer.forward"] == {"": 15, FIRST: 3}

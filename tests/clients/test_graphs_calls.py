@@ -47,9 +47,9 @@ def test_modes_tell_calls_apart(watched: Watched) -> None:
         for seed in range(5):
             with mode:
                 expected = watched.module.original(draw(seed), watched.z)
-                found = watched.module(draw(seed), watched.z) if mode is not None else None
+                actual = watched.module(draw(seed), watched.z) if mode is not None else None
             if not isinstance(mode, torch.autocast):
-                assert torch.equal(found, expected) and found.is_inference() == isinstance(mode, torch.inference_mode)
+                assert torch.equal(actual, expected) and actual.is_inference() == isinstance(mode, torch.inference_mode)
     assert watched.recorder.recorded == 2 and watched.replayed == 4
     with torch.no_grad():
         for dtype in (torch.bfloat16, torch.float16):

@@ -82,7 +82,7 @@ def agree(
     numpy = importlib.import_module("numpy")
 
     def every(calls: list[Any]) -> list[Tensor]:
-        made = []
+        outputs = []
         for call in calls:
             with device, torch.no_grad():
                 run = prepare(*call)
@@ -90,26 +90,26 @@ def agree(
             numpy.random.seed(3)
             random.seed(3)
             with torch.no_grad():
-                made.append((run(), torch.rand(2, device=device)))
-        return [x for x in _pytree.tree_leaves(made) if isinstance(x, Tensor)]
+                outputs.append((run(), torch.rand(2, device=device)))
+        return [x for x in _pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
 
     nothing = mock.patch.object(Recorder, "record", side_effect=NotCaptured("the test compares with this"))
     with nothing, evoattn.patch(client, layers=layers, graphs=device.type == "cuda") as patched:
         expected, attended = every(eager or calls), patched.calls
     with evoattn.patch(client, layers=layers, graphs=True) as patched:
-        found = every(calls)
+        actual = every(calls)
         assert patched.calls == attended
         counts = patched.steps[site]
-    assert all(map(torch.equal, found, expected)) and all(x.isfinite().all() for x in found)
+    assert all(map(torch.equal, actual, expected)) and all(x.isfinite().all() for x in actual)
     assert counts[""] >= counts[FIRST] and set(counts) == {"", FIRST}
 
 
 def recycled(run: Callable[..., Any], *state: Tensor) -> Any:
     """Three rounds, each of which reads what the last one returned."""
-    made: tuple[Tensor, ...] = state
+    outputs: tuple[Tensor, ...] = state
     for _ in range(3):
-        made = run(*made[:2])
-    return made
+        outputs = run(*outputs[:2])
+    return outputs
 
 
 LENGTHS = [(2, 9), (2, 14), (2, 9), (1, 14)]
@@ -262,7 +262,7 @@ def test_boltzgen(layers: bool, device: torch.device) -> None:
             "atom_to_token": (token[:, None] == torch.arange(residues))[None].float(),
             "record": [object()],
         }
-        given = {
+        conditioning = {
             "q": draw(2, 1, atoms, 16),
             "c": draw(3, 1, atoms, 16),
             "to_keys": functools.partial(encoders.single_to_keys, indexing_matrix=indexing, W=32, H=128),
@@ -272,7 +272,8 @@ def test_boltzgen(layers: bool, device: torch.device) -> None:
         }
         return functools.partial(
             sampler.sample, atom_mask=features["atom_pad_mask"], num_sampling_steps=STEPS, multiplicity=samples,
-            s_trunk=draw(7, 1, residues, 8), s_inputs=draw(8, 1, residues, 8), feats=features, diffusion_conditioning=given,
+            s_trunk=draw(7, 1, residues, 8), s_inputs=draw(8, 1, residues, 8), feats=features,
+            diffusion_conditioning=conditioning,
         )  # fmt: skip
 
     agree("boltzgen", "boltzgen.model.modules.diffusion:DiffusionModule.forward", LENGTHS, sample, device, layers=layers)

@@ -58,9 +58,9 @@ class Watched:
             x = draw(seed, length, SIZE)
             with torch.no_grad(), torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None):
                 expected = self.module.original(x, z)
-                found = self.module(x, z)
+                actual = self.module(x, z)
             for name in ("x", "first"):
-                assert torch.equal(found[name], expected[name]) and found[name].stride() == expected[name].stride()
+                assert torch.equal(actual[name], expected[name]) and actual[name].stride() == expected[name].stride()
             overwrite()
 
     @property
@@ -102,8 +102,8 @@ def test_inference_mode() -> None:
     with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
         for seed in range(8):
             expected = watched.module.original(draw(seed, 48, SIZE), z)["x"]
-            found = watched.module(draw(seed, 48, SIZE), z)["x"]
-            assert torch.equal(found, expected) and found.is_inference()
+            actual = watched.module(draw(seed, 48, SIZE), z)["x"]
+            assert torch.equal(actual, expected) and actual.is_inference()
     assert watched.count.replaced == 5, watched.count.passed_on
 
 
@@ -176,8 +176,8 @@ def test_what_cannot_be_recorded(body: Any, reason: str) -> None:
         after = torch.rand(3, device="cuda")
         torch.manual_seed(seed)
         with torch.no_grad():
-            found = watched.module(draw(seed, 48, SIZE), z)["x"]
-        assert torch.equal(found, expected)
+            actual = watched.module(draw(seed, 48, SIZE), z)["x"]
+        assert torch.equal(actual, expected)
         assert torch.equal(torch.rand(3, device="cuda"), after), "no other random numbers are drawn"
     (why,) = watched.reasons
     assert why.startswith(reason) and watched.count.passed_on == {FIRST: 2, why: 3}
@@ -272,15 +272,15 @@ def test_blocks_share_a_graph_and_draw_the_same_random_numbers(dtype: torch.dtyp
     for seed in range(3):
         mode = torch.inference_mode() if inference else torch.no_grad()
         with mode, torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None):
-            found = expected = draw(seed, 48, SIZE)
+            actual = expected = draw(seed, 48, SIZE)
             state = torch.cuda.get_rng_state()
             for block in blocks:
                 expected = block.original(expected, z)
             after = torch.cuda.get_rng_state()
             torch.cuda.set_rng_state(state)
             for block in blocks:
-                found = block(found, z)
-            assert torch.equal(found, expected) and torch.equal(torch.cuda.get_rng_state(), after)
+                actual = block(actual, z)
+            assert torch.equal(actual, expected) and torch.equal(torch.cuda.get_rng_state(), after)
         with torch.no_grad():
             blocks[seed].product.weight.mul_(2)
         overwrite()
@@ -296,10 +296,10 @@ def test_rotations_without_a_decomposition() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = sampling._align(x, y, weights)
+        aligned = sampling._align(x, y, weights)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(found.cpu(), sampling._align(x.cpu(), y.cpu(), weights.cpu()), rtol=0, atol=1e-5)
+    torch.testing.assert_close(aligned.cpu(), sampling._align(x.cpu(), y.cpu(), weights.cpu()), rtol=0, atol=1e-5)
 
 
 def test_atoms_are_added_in_one_order_and_in_a_graph() -> None:
@@ -320,9 +320,9 @@ def test_atoms_are_added_in_one_order_and_in_a_graph() -> None:
         return spread(batch["token_mask"], counts, x, token_dim=-2)
 
     def body(self: Any, x: Tensor) -> Tensor:
-        made = aggregation.counting_atoms(atoms, Count())(self, batch, x.expand(5, -1, -1))
-        made = made * torch.arange(made.shape[-2], device=x.device)[:, None].sin()
-        return mean(made, group, tokens) + masked(batch["token_mask"], group, batch["atom_mask"], made, -2)
+        output = aggregation.counting_atoms(atoms, Count())(self, batch, x.expand(5, -1, -1))
+        output = output * torch.arange(output.shape[-2], device=x.device)[:, None].sin()
+        return mean(output, group, tokens) + masked(batch["token_mask"], group, batch["atom_mask"], output, -2)
 
     watched = Watched(body)
     watched.agrees(10, length=tokens)

@@ -51,8 +51,8 @@ def stepping(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setattr(patching, "NAMES", tuple(known))
     monkeypatch.setattr(patching, "client", known.__getitem__)
     module = importlib.import_module("stepping_client")
-    found = {str(SITE): digest(module.Denoiser.forward), str(LAYER): digest(module.Denoiser.activate)}
-    monkeypatch.setitem(sources(), "stepping", {"1.0": found})
+    digests = {str(SITE): digest(module.Denoiser.forward), str(LAYER): digest(module.Denoiser.activate)}
+    monkeypatch.setitem(sources(), "stepping", {"1.0": digests})
     monkeypatch.setitem(sources(), "still", {"1.0": {}})
     yield module.Denoiser().eval()
     sys.modules.pop("stepping_client", None)

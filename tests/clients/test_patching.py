@@ -54,14 +54,14 @@ def test_twice_is_once(toy: Any) -> None:
             assert inner is outer
         assert toy.layers._attention is not original, "the outer one holds on"
     assert toy.layers._attention is original
-    held = evoattn.patch("toy")
+    patched = evoattn.patch("toy")
     with evoattn.patch("toy"):
         toy.layers._attention(x(), x(), x(), [])
-    assert held.calls == 1 and toy.layers._attention is not original
-    held.undo()
+    assert patched.calls == 1 and toy.layers._attention is not original
+    patched.undo()
     assert toy.layers._attention is original
     with evoattn.patch("toy") as other:
-        held.undo()
+        patched.undo()
         assert evoattn.patch("toy") is other, "one that is undone already takes no other with it"
 
 
@@ -107,11 +107,11 @@ def test_a_module_that_is_reloaded(triangle: Any) -> None:
 
 def test_what_others_put_over_ours_stays_when_patched_again(toy: Any) -> None:
     patched = evoattn.patch("toy")
-    mine = toy.layers._attention
-    toy.layers._attention = over = functools.wraps(mine)(lambda *given: mine(*given))
-    toy.layers.kernel = theirs = lambda *_: None
+    fused = toy.layers._attention
+    toy.layers._attention = over = functools.wraps(fused)(lambda *args: fused(*args))
+    toy.layers.kernel = replacement = lambda *_: None
     assert evoattn.patch("toy") is patched
-    assert toy.layers._attention is over and toy.layers.kernel is theirs
+    assert toy.layers._attention is over and toy.layers.kernel is replacement
     assert str(patched).count("any more") == 1 and "any more: toy_client.layers:kernel" in str(patched)
     with pytest.warns(UserWarning, match="not put back"):
         patched.undo()
@@ -141,10 +141,10 @@ def test_all_that_are_installed(toy: Any, capsys: pytest.CaptureFixture[str]) ->
 
 def test_what_others_replaced_since_stays(toy: Any) -> None:
     patched = evoattn.patch("toy")
-    toy.layers._attention = theirs = lambda *_: None
+    toy.layers._attention = replacement = lambda *_: None
     with pytest.warns(UserWarning, match="not put back, because others have replaced them since: _attention"):
         patched.undo()
-    assert toy.layers._attention is theirs
+    assert toy.layers._attention is replacement
 
 
 def test_names_and_clients_that_are_not_there(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

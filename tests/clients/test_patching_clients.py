@@ -39,11 +39,11 @@ def test_a_kernel_switch_changes_no_gradient(dtype: torch.dtype) -> None:
     cotangent = torch.randn(3, 2, 5, 4, generator=rng, dtype=dtype)
     of_torch = additive(_never, Count())(q / 2, k, v, [1e9 * (mask.to(dtype) - 1), bias])
     expected = torch.autograd.grad(of_torch, (q, k, v, bias), cotangent)
-    for given in ({"bias": bias}, {"tri_bias": bias}):
-        found = kernel(_never, Count())(q, k, v, mask=mask, scale=0.5, **given)
-        assert found.shape == (1, 3, 2, 5, 4), "five axes, as cuEquivariance's"
-        torch.testing.assert_close(found[0], of_torch)
-        torch.testing.assert_close(torch.autograd.grad(found[0], (q, k, v, bias), cotangent), expected)
+    for options in ({"bias": bias}, {"tri_bias": bias}):
+        actual = kernel(_never, Count())(q, k, v, mask=mask, scale=0.5, **options)
+        assert actual.shape == (1, 3, 2, 5, 4), "five axes, as cuEquivariance's"
+        torch.testing.assert_close(actual[0], of_torch)
+        torch.testing.assert_close(torch.autograd.grad(actual[0], (q, k, v, bias), cotangent), expected)
 
 
 def _never(*_: Any, **__: Any) -> Any:
@@ -86,14 +86,14 @@ def test_a_file_gives_the_digests_of_its_functions(tmp_path: pathlib.Path, monke
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     sites = {name: Site("in_files.part", name) for name in ("one", "Two.three", "Two.four", "name", "Two.none", "Two")}
-    found = {name: digests_in_file(site) for name, site in sites.items()}
-    assert [len(x) for x in found.values()] == [1, 2, 1, 0, 0, 1]
+    digests = {name: digests_in_file(site) for name, site in sites.items()}
+    assert [len(x) for x in digests.values()] == [1, 2, 1, 0, 0, 1]
     assert not digests_in_file(Site("in_files.no_such_part", "one")) and not digests_in_file(Site("no_such_package", "one"))
     (tmp_path / "in_files" / "__init__.py").write_text("")
     for name, site in sites.items():
         function = site.find()[2]
         if callable(function):
-            assert digest(getattr(function, "__wrapped__", function) if name == "one" else function) in found[name], name
+            assert digest(getattr(function, "__wrapped__", function) if name == "one" else function) in digests[name], name
 
 
 def test_esmfolds_files_are_known() -> None:
@@ -102,11 +102,11 @@ def test_esmfolds_files_are_known() -> None:
 
 
 def test_what_is_known_of_arguments_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cpu, whole = torch.ones(1, 5, 5, 3), torch.ones(2, dtype=torch.long)
+    on_cpu, integers = torch.ones(1, 5, 5, 3), torch.ones(2, dtype=torch.long)
     with FakeTensorMode():
         z, s, oblong = (torch.empty(shape, device="cuda") for shape in ((1, 5, 5, 3), (1, 5, 5), (1, 4, 5, 3)))
         assert residues([None, 3, s, z]) == 5 and residues([on_cpu, oblong]) is None
-        assert is_float32_on_gpu([whole, None, z]) and is_float32_on_gpu([z.double()])
+        assert is_float32_on_gpu([integers, None, z]) and is_float32_on_gpu([z.double()])
         assert not is_float32_on_gpu([z.bfloat16(), z]) and not is_float32_on_gpu([on_cpu, z]) and not is_float32_on_gpu([])
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
         assert not is_float32_on_gpu([z]) and is_float32_on_gpu([z.double()])
@@ -114,43 +114,43 @@ def test_what_is_known_of_arguments_on_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
         assert is_float32_on_gpu([z])
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("single", [False, True])
+def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(single: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those that are replayed as a CUDA graph, or that have many scores; fewer are many if a gradient may be wanted."""
-    monkeypatch.setattr(shared, "is_float32_on_gpu", lambda given: True)
-    monkeypatch.setattr(boltz, "projected", lambda *given: (1, 2, 3))
-    monkeypatch.setattr(boltz, "attend", lambda *given: "ours")
+    monkeypatch.setattr(shared, "is_float32_on_gpu", lambda args: True)
+    monkeypatch.setattr(boltz, "projected", lambda *args: (1, 2, 3))
+    monkeypatch.setattr(boltz, "attend", lambda *args: "ours")
     monkeypatch.setattr(shared, "_FEW_IN_INFERENCE", 2 * 4 * 5 * 5 + 1)
     monkeypatch.setattr(shared, "_FEW_IN_TRAINING", 2 * 4 * 4 * 4 + 1)
-    theirs, count = types.SimpleNamespace(proj_z=lambda z: z, num_heads=4), Count()
+    client, count = types.SimpleNamespace(proj_z=lambda z: z, num_heads=4), Count()
 
     def layer_of(original: Any, count: Count) -> Any:
-        return lambda *given: "ours"
+        return lambda *args: "ours"
 
-    wrap = boltz.unless_host_bound(layer_of if whole else boltz.boltz2_attention, counted=not whole)
-    forward = wrap(lambda *given: "theirs", count)
+    wrap = boltz.unless_host_bound(layer_of if single else boltz.boltz2_attention, counted=not single)
+    forward = wrap(lambda *args: "theirs", count)
 
-    def found(length: int) -> Any:
+    def outcome(length: int) -> Any:
         s, z = torch.zeros(2, length, 3), torch.zeros(1, length, length, 4)
-        return forward(theirs, s, z, torch.ones(2, length), s)
+        return forward(client, s, z, torch.ones(2, length), s)
 
-    assert [found(4), found(5)] == ["theirs", "ours"], "gradients may be wanted"
+    assert [outcome(4), outcome(5)] == ["theirs", "ours"], "gradients may be wanted"
     monkeypatch.setattr(shared, "_SHORT", 4)
-    assert found(4) == "ours"
+    assert outcome(4) == "ours"
     with torch.no_grad():
-        assert found(5) == "theirs"
-        assert found(6) == "ours"
+        assert outcome(5) == "theirs"
+        assert outcome(6) == "ours"
         with repeated():
-            assert found(5) == "ours"
-        monkeypatch.setattr(shared, "is_float32_on_gpu", lambda given: False)
-        assert found(5) == "ours"
-    assert sum(count.passed_on.values()) == (0 if whole else 2), "what is inside counts"
+            assert outcome(5) == "ours"
+        monkeypatch.setattr(shared, "is_float32_on_gpu", lambda args: False)
+        assert outcome(5) == "ours"
+    assert sum(count.passed_on.values()) == (0 if single else 2), "what is inside counts"
 
 
 def test_float32_attention_with_pair_bias_of_few_residues_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer if a gradient may be wanted; none that is replayed as a CUDA graph, and no other layer."""
-    monkeypatch.setattr(client_layers, "is_float32_on_gpu", lambda given: given[0] is not None)
-    monkeypatch.setattr(client_layers, "residues", lambda given, axes: given[0])
+    monkeypatch.setattr(client_layers, "is_float32_on_gpu", lambda args: args[0] is not None)
+    monkeypatch.setattr(client_layers, "residues", lambda args, axes: args[0])
     layers = evoattn.nn.AttentionPairBias(8, 4, 4, 2), torch.nn.Identity()
     single, triangle = (types.SimpleNamespace(layer=x, is_block=False) for x in layers)
 
@@ -166,17 +166,17 @@ def test_float32_attention_with_pair_bias_of_few_residues_is_left_to_the_client(
 
 def test_few_scores_on_a_gpu_are_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those that are replayed as a CUDA graph."""
-    monkeypatch.setattr(shared, "attention", lambda *given: "ours")
+    monkeypatch.setattr(shared, "attention", lambda *args: "ours")
     monkeypatch.setattr(shared, "_FEW_SCORES", 3 * 2 * 7 * 5 + 1)
     monkeypatch.setattr(shared, "_SHORT", 9)
     count = Count()
-    forward = additive(lambda *given: "theirs", count)
+    forward = additive(lambda *args: "theirs", count)
 
-    def found(length: int, *, rows: int = 3, on_gpu: bool = True) -> Any:
+    def outcome(length: int, *, rows: int = 3, on_gpu: bool = True) -> Any:
         q = types.SimpleNamespace(is_cuda=on_gpu, shape=torch.Size((rows, 2, length, 4)))
         return forward(q, torch.zeros(rows, 2, 5, 4), None, [])
 
-    assert [found(7), found(8), found(7, on_gpu=False)] == ["theirs", "ours", "ours"]
-    assert found(9, rows=1) == "ours", "a chunk of a long attention"
+    assert [outcome(7), outcome(8), outcome(7, on_gpu=False)] == ["theirs", "ours", "ours"]
+    assert outcome(9, rows=1) == "ours", "a chunk of a long attention"
     with repeated():
-        assert found(7) == "ours"
+        assert outcome(7) == "ours"

@@ -15,7 +15,7 @@ from evoattn.clients.site import Count
 from tests.clients.toy import Z
 
 
-def ours(triangle: Any) -> Tensor:
+def run_fused(triangle: Any) -> Tensor:
     """What our layer makes of Z with the same parameters."""
     layer = evoattn.nn.TriangleAttention(8, 4, 2)
     layer.load_state_dict(triangle.state_dict())
@@ -23,14 +23,14 @@ def ours(triangle: Any) -> Tensor:
 
 
 def test_whole_layers(triangle: Any) -> None:
-    expected, site = ours(triangle), "toy_client.triangle:Triangle.forward"
+    expected, site = run_fused(triangle), "toy_client.triangle:Triangle.forward"
     with evoattn.patch("toy") as patched:
         assert patched.sites[-1] == site
         assert torch.equal(triangle(Z, use_lma=True), expected)
         assert patched.calls_by_site[site] == 1 and not patched.passed_on
         with torch.no_grad():
             triangle.mha.linear_o.bias.add_(1)
-        assert torch.equal(triangle(Z), ours(triangle)), "parameters are shared"
+        assert torch.equal(triangle(Z), run_fused(triangle)), "parameters are shared"
     assert not triangle(Z).any(), "the client's own"
 
 
@@ -39,7 +39,7 @@ def test_layers_may_be_asked_for_later(triangle: Any) -> None:
         assert not triangle(Z).any()
         assert evoattn.patch("toy") is patched is evoattn.patch("toy")
         assert patched.sites.count("toy_client.triangle:Triangle.forward") == 1
-        assert torch.equal(triangle(Z), ours(triangle))
+        assert torch.equal(triangle(Z), run_fused(triangle))
     patched.undo()
     assert not triangle(Z).any()
 
@@ -109,8 +109,8 @@ def test_subclasses_of_layers(triangle: Any) -> None:
     kind = type(triangle)
 
     class Halved(kind):  # type: ignore[misc, valid-type]
-        def forward(self, *given: Any) -> Tensor:
-            return 0.5 * super().forward(*given)  # type: ignore[no-any-return]
+        def forward(self, *args: Any) -> Tensor:
+            return 0.5 * super().forward(*args)  # type: ignore[no-any-return]
 
     class Helped(kind):  # type: ignore[misc, valid-type]
         def _update(self, *_: Any) -> Tensor:
@@ -118,11 +118,11 @@ def test_subclasses_of_layers(triangle: Any) -> None:
 
     halved, helped = Halved(), Helped()
     with evoattn.patch("toy") as patched:
-        assert torch.equal(halved(Z), 0.5 * ours(halved))
+        assert torch.equal(halved(Z), 0.5 * run_fused(halved))
         assert not helped(Z).any()
         forward = triangle.forward
         triangle.forward = lambda x: 2 * forward(x)
-        assert torch.equal(triangle(Z), 2 * ours(triangle))
+        assert torch.equal(triangle(Z), 2 * run_fused(triangle))
     assert patched.calls == 2 and patched.passed_on == {"a Helped overrides _update": 1}
 
 

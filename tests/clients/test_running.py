@@ -43,8 +43,8 @@ def test_a_program_and_its_children_are_patched(program: Program) -> None:
     status, _, line = program.run()
     assert status == 7
     # Two of the program, and two more once it has replaced itself; 10 and 100.
-    ours, others = line.removeprefix("evoattn run: ").split("; ")
-    assert ours == "114 attention calls of toy 1.0 computed by evoattn on tiled"
+    summary, others = line.removeprefix("evoattn run: ").split("; ")
+    assert summary == "114 attention calls of toy 1.0 computed by evoattn on tiled"
     assert others == "2 attention calls by the original: too long"
 
 
@@ -135,7 +135,7 @@ def test_a_signal_before_there_is_a_program_is_passed_on() -> None:
 
 def test_handlers_are_put_back_and_ignored_signals_stay_ignored() -> None:
     """As nohup and a shell's background ignore some."""
-    found = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    handler = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     try:
         before = {number: signal.getsignal(number) for number in signal.valid_signals()}
         with run.Signals():
@@ -144,7 +144,7 @@ def test_handlers_are_put_back_and_ignored_signals_stay_ignored() -> None:
             assert signal.getsignal(signal.SIGCHLD) == before[signal.SIGCHLD]
         assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
     finally:
-        signal.signal(signal.SIGUSR2, found)
+        signal.signal(signal.SIGUSR2, handler)
 
 
 def test_evoattn_run_stops_with_the_program(monkeypatch: pytest.MonkeyPatch) -> None:

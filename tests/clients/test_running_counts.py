@@ -175,8 +175,8 @@ def test_counts_of_a_folder_that_is_gone_are_dropped(tmp_path: pathlib.Path) -> 
     for x in range(1100):  # more names than there is room for
         kept.add("call", str(x))
         kept.add("call", "0")
-    found = running.totals(tmp_path)
-    assert found["call", "0"] == 1101 and len(found) == 1024
+    totals = running.totals(tmp_path)
+    assert totals["call", "0"] == 1101 and len(totals) == 1024
 
 
 def test_a_fork_counts_for_itself(tmp_path: pathlib.Path) -> None:

@@ -38,18 +38,18 @@ def test_rotation_is_the_one_of_the_singular_vectors(kind: str) -> None:
         covariance = u @ torch.diag_embed(s) @ vh
         covariance = covariance * torch.det(covariance).sign()[:, None, None]
     covariance = covariance * {"small": 1e-30, "large": 1e30}.get(kind, 1.0)
-    found = sampling.rotation(covariance)
-    assert is_rotation(found)
-    torch.testing.assert_close(found, by_svd(covariance), rtol=0, atol=1e-9)
+    rotation = sampling.rotation(covariance)
+    assert is_rotation(rotation)
+    torch.testing.assert_close(rotation, by_svd(covariance), rtol=0, atol=1e-9)
 
 
 def test_rotation_of_points_on_a_line_or_in_one_place_is_a_best_one() -> None:
     line = torch.outer(torch.tensor([1.0, 2.0, -1.0]), torch.tensor([0.5, 1.0, 1.0])).double()
-    found = sampling.rotation(torch.stack([line, torch.zeros(3, 3, dtype=torch.float64)]))
-    assert is_rotation(found)
+    rotation = sampling.rotation(torch.stack([line, torch.zeros(3, 3, dtype=torch.float64)]))
+    assert is_rotation(rotation)
     best = torch.linalg.svdvals(line).sum()
-    torch.testing.assert_close((found[0] * line).sum(), best, rtol=1e-12, atol=0)
-    torch.testing.assert_close(found[1], torch.eye(3, dtype=torch.float64))
+    torch.testing.assert_close((rotation[0] * line).sum(), best, rtol=1e-12, atol=0)
+    torch.testing.assert_close(rotation[1], torch.eye(3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 2)])
@@ -61,20 +61,20 @@ def test_aligned_points_lie_where_they_were_turned_from(lead: tuple[int, ...]) -
     turn = sampling.rotation(torch.randn(*lead, 3, 3, generator=generator, dtype=torch.float64))
     x = y @ turn.mT + torch.tensor([3.0, -2.0, 7.0], dtype=torch.float64)
     x[..., 0, :] += 100
-    found = sampling._align(x, y, weights)
-    torch.testing.assert_close(found[..., 1:, :], y[..., 1:, :], rtol=0, atol=1e-11)
-    assert not torch.allclose(found[..., 0, :], y[..., 0, :])
+    aligned = sampling._align(x, y, weights)
+    torch.testing.assert_close(aligned[..., 1:, :], y[..., 1:, :], rtol=0, atol=1e-11)
+    assert not torch.allclose(aligned[..., 0, :], y[..., 0, :])
 
 
 def test_alignment_takes_no_gradient_and_a_cpu_keeps_the_clients_own() -> None:
     calls: list[tuple[Any, ...]] = []
 
-    def theirs(true_coords: Tensor, pred_coords: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
+    def client_alignment(true_coords: Tensor, pred_coords: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
         calls.append((true_coords, pred_coords, weights, mask))
         return true_coords
 
     x = torch.randn(2, 5, 3, requires_grad=True)
-    assert sampling.aligned(theirs, Count())(x, x, torch.ones(2, 5), torch.ones(2, 5)) is x
+    assert sampling.aligned(client_alignment, Count())(x, x, torch.ones(2, 5), torch.ones(2, 5)) is x
     assert len(calls) == 1
     assert not sampling._align(x, x * 2, torch.ones(2, 5)).requires_grad
 
@@ -125,12 +125,12 @@ def test_a_sampling_run_has_the_same_bits(samples: int, parallel: int | None, al
 
     module.score_model.forward = network.__get__(module.score_model)
     mask = (torch.arange(20) < 17).float()[None]
-    made = []
+    output = []
     for replaced in (AtomDiffusion.sample, sampling.sampled(AtomDiffusion.sample, Count())):
         torch.manual_seed(3)
         with torch.no_grad():
-            made.append(replaced(module, mask, 7, samples, parallel, PLAIN, feats=FEW)["sample_atom_coords"])
-    assert torch.equal(*made) and made[0].shape == (samples, 20, 3)
+            output.append(replaced(module, mask, 7, samples, parallel, PLAIN, feats=FEW)["sample_atom_coords"])
+    assert torch.equal(*output) and output[0].shape == (samples, 20, 3)
     half = len(seen) // 2
     assert seen[:half] == seen[half:]
 

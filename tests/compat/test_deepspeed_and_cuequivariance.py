@@ -48,11 +48,11 @@ def test_deepspeeds_published_test(shape: tuple[int, ...], dtype: torch.dtype) -
     leaves = {name: getattr(inputs, name).clone().requires_grad_() for name in ("q", "k", "v", "pair_bias")}
     o = DS4Sci_EvoformerAttention(leaves["q"], leaves["k"], leaves["v"], [inputs.mask_bias, leaves["pair_bias"]])
     o.backward(inputs.do)
-    ours = Results({"o": o.detach(), **{f"d{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}})
+    actual = Results({"o": o.detach(), **{f"d{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}})
     expected = by_rows(testing.oracle, inputs, 32)
     head = some_rows(inputs, slice(0, 16))
     lost = testing.errors(low_precision(head), testing.oracle(head))
-    for name, error in testing.errors(ours, expected).items():
+    for name, error in testing.errors(actual, expected).items():
         ceiling = {torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
         assert error <= min(2 * lost[name], ceiling), f"{name}: {error:.1e}, dense low precision {lost[name]:.1e}"
 
@@ -79,9 +79,9 @@ def test_deepspeed_without_its_limits(length: int, d: int) -> None:
     o = DS4Sci_EvoformerAttention(q, k, v, [None, bias])
     torch.testing.assert_close(o.double(), dense(q, k, v, bias), rtol=1e-5, atol=1e-5)
     cotangent = torch.randn_like(o)
-    ours = torch.autograd.grad(o, (q, k, v), cotangent)
-    theirs = torch.autograd.grad(dense(q, k, v, bias), (q, k, v), cotangent.double())
-    for value, expected in zip(ours, theirs, strict=True):
+    actual = torch.autograd.grad(o, (q, k, v), cotangent)
+    expected_gradients = torch.autograd.grad(dense(q, k, v, bias), (q, k, v), cotangent.double())
+    for value, expected in zip(actual, expected_gradients, strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -144,9 +144,9 @@ def test_cuequivariance_definition(dtype: torch.dtype, masked: bool, scale: floa
         assert value.dtype == torch.float32 and value.shape == (2, 3, 4, 7) and not value.requires_grad
         torch.testing.assert_close(value.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
     cotangent = torch.randn_like(o)
-    ours = torch.autograd.grad(o, (q, k, v, bias), cotangent)
-    theirs = torch.autograd.grad(expected[0], (q, k, v, bias), cotangent.double())
-    for value, wanted in zip(ours, theirs, strict=True):
+    actual = torch.autograd.grad(o, (q, k, v, bias), cotangent)
+    expected_gradients = torch.autograd.grad(expected[0], (q, k, v, bias), cotangent.double())
+    for value, wanted in zip(actual, expected_gradients, strict=True):
         torch.testing.assert_close(value.double(), wanted.double(), **{key: 2 * x for key, x in tolerance.items()})
 
 
@@ -206,29 +206,29 @@ FOUR_AXES = r"\[B, N, H, {0}\], or \[N, H, {0}\] for B = 1"
 ])  # fmt: skip
 def test_cuequivariance_names_the_argument_as_it_came(name: str, shape: tuple[int, ...], told: str, return_aux: bool) -> None:
     """The message names the caller's argument and shape, not the five axes that it is brought to."""
-    given = {other: torch.ones(size) for other, size in FOUR.items()}
-    given[name] = torch.ones(shape, dtype=torch.int32 if name == "kv_lengths" else torch.float32)
+    tensors = {key: torch.ones(size) for key, size in FOUR.items()}
+    tensors[name] = torch.ones(shape, dtype=torch.int32 if name == "kv_lengths" else torch.float32)
     with pytest.raises(ValueError, match=f"^{told}"):
-        triangle_attention(**given, return_aux=return_aux)  # type: ignore[call-overload]
+        triangle_attention(**tensors, return_aux=return_aux)  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize(("name", "given", "told"), [
+@pytest.mark.parametrize(("name", "value", "told"), [
     ("bias", torch.ones(4, 7, 9) > 0, "bias must be float16, bfloat16, float32 or float64, got bool; a bool mask goes to mask"),
     ("bias", None, r"bias must be a torch\.Tensor, got NoneType"),
     ("mask", [True], r"mask must be a torch\.Tensor or None, got list"),
     ("q", None, r"q must be a torch\.Tensor, got NoneType"),
 ])  # fmt: skip
-def test_cuequivariance_names_the_argument_of_another_type(name: str, given: Any, told: str) -> None:
-    arguments: dict[str, Any] = {other: torch.ones(size) for other, size in FOUR.items()} | {name: given}
+def test_cuequivariance_names_the_argument_of_another_type(name: str, value: Any, told: str) -> None:
+    arguments: dict[str, Any] = {key: torch.ones(size) for key, size in FOUR.items()} | {name: value}
     with pytest.raises(TypeError, match=f"^{told}"):
         triangle_attention(**arguments)
 
 
 @pytest.mark.parametrize("four", ["q", "k", "v", "bias"])
 def test_cuequivariance_takes_four_axes_beside_five(four: str) -> None:
-    given = {name: torch.randn(size) for name, size in FOUR.items()}
-    expected = triangle_attention(**given)  # type: ignore[call-overload]
-    mixed = {name: x if name == four else x.unsqueeze(0) for name, x in given.items()}
+    tensors = {name: torch.randn(size) for name, size in FOUR.items()}
+    expected = triangle_attention(**tensors)  # type: ignore[call-overload]
+    mixed = {name: x if name == four else x.unsqueeze(0) for name, x in tensors.items()}
     assert torch.equal(triangle_attention(**mixed), expected)  # type: ignore[call-overload]
 
 
@@ -252,15 +252,15 @@ def test_cuequivariance_of_meta_tensors() -> None:
     assert o.is_meta and lse.shape == largest.shape == o.shape[:-1]
 
 
-@pytest.mark.parametrize("given", ["nothing", "mask", "kv_lengths"])
-def test_cuequivariance_without_keys(given: str) -> None:
+@pytest.mark.parametrize("missing", ["nothing", "mask", "kv_lengths"])
+def test_cuequivariance_without_keys(missing: str) -> None:
     """Both statistics are 0 there, whatever says that there is no key."""
     arguments: dict[str, dict[str, torch.Tensor]] = {
         "nothing": {},
         "mask": {"mask": torch.ones(2, 3, 1, 1, 0, dtype=torch.bool)},
         "kv_lengths": {"kv_lengths": torch.zeros(2, 3, 1, 1, 1, dtype=torch.int32)},
     }
-    o, lse, largest = triangle_attention(*cue_inputs(lk=0), **arguments[given], return_aux=True)
+    o, lse, largest = triangle_attention(*cue_inputs(lk=0), **arguments[missing], return_aux=True)
     assert not o.any() and not lse.any() and not largest.any()
 
 
@@ -285,10 +285,10 @@ def test_cuequivariance_tiny(lq: int, lk: int) -> None:
 
 def test_the_largest_logit_is_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = cue_inputs()
-    _, _, whole = triangle_attention(*arguments, return_aux=True)
+    _, _, unblocked = triangle_attention(*arguments, return_aux=True)
     monkeypatch.setattr("evoattn.compat.cuequivariance._BLOCK_SCORES", 1)
     _, _, blocks = triangle_attention(*arguments, return_aux=True)
-    torch.testing.assert_close(blocks, whole)
+    torch.testing.assert_close(blocks, unblocked)
 
 
 def empty_row() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -307,9 +307,9 @@ def test_gradients_of_many_cotangents_at_once(shape: tuple[int, ...]) -> None:
     leaves = [x.requires_grad_() for x in (q, k, v, pair_bias)]
     o = DS4Sci_EvoformerAttention(q, k, v, [mask_bias, pair_bias])
     cotangents = torch.randn(3, *o.shape, dtype=torch.float64)
-    found = torch.autograd.grad(o, leaves, cotangents, retain_graph=True, is_grads_batched=True)
+    actual = torch.autograd.grad(o, leaves, cotangents, retain_graph=True, is_grads_batched=True)
     each = [torch.autograd.grad(o, leaves, cotangent, retain_graph=True) for cotangent in cotangents]
-    for one, others in zip(found, zip(*each, strict=True), strict=True):
+    for one, others in zip(actual, zip(*each, strict=True), strict=True):
         torch.testing.assert_close(one, torch.stack(others), rtol=1e-9, atol=1e-9)
 
 

@@ -43,9 +43,9 @@ def make(lead: tuple[int, ...], shapes: list[Any], dtype: torch.dtype = torch.fl
     def leaf(*sizes: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*sizes, generator=rng) * scale).to(dtype).requires_grad_()
 
-    keep = torch.rand(*lead, 1, 1, 9, generator=rng) > 0.3
-    keep.view(-1, 9)[[0, -1]] = False
-    mask = torch.zeros(keep.shape, dtype=dtype).masked_fill_(~keep, masked).requires_grad_()
+    allowed = torch.rand(*lead, 1, 1, 9, generator=rng) > 0.3
+    allowed.view(-1, 9)[[0, -1]] = False
+    mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, masked).requires_grad_()
     biases = [mask if shape is MASK else None if shape is None else leaf(*shape) for shape in shapes]
     return [leaf(*lead, 4, 7, 8, scale=8**-0.5), leaf(*lead, 4, 9, 8), leaf(*lead, 4, 9, 6), biases]
 
@@ -62,8 +62,8 @@ def step(call: Any, q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor | None]
 def test_the_originals_answer(name: str, dtype: torch.dtype) -> None:
     """Masked rows too: the mean of v in float32, where -1e9 swallows the scores, and ordinary softmax in float64."""
     arguments = make(*LISTS[name], dtype=dtype)
-    for ours, theirs in zip(step(openfold.attention, *arguments), step(original, *arguments), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6 if dtype == torch.float32 else 3e-7)
+    for actual, expected in zip(step(openfold.attention, *arguments), step(original, *arguments), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6 if dtype == torch.float32 else 3e-7)
 
 
 @pytest.mark.parametrize(("dtype", "masked"), [(torch.bfloat16, -1e9), (torch.bfloat16, -1e6), (torch.float16, -65504.0)])
@@ -73,10 +73,10 @@ def test_rows_that_16_bits_swallow(dtype: torch.dtype, masked: float) -> None:
     mean = v.detach().double().mean(-2, keepdim=True)
     assert testing.relative_error(o[0, 0], mean[0, 0].expand(4, 7, 6)) < 2 * torch.finfo(dtype).eps
     swallows = torch.where(biases[0] < 0, -1e9, 0.0)  # what the mask is to 16 bits, for float32
-    wide = [x.detach().float().requires_grad_() for x in (q, k, v, swallows, biases[1])]
-    expected = step(original, *wide[:3], wide[3:])
-    for ours, theirs in zip((dmask, dpair), expected[-2:], strict=True):
-        assert testing.relative_error(ours, theirs) < 4 * torch.finfo(dtype).eps
+    single = [x.detach().float().requires_grad_() for x in (q, k, v, swallows, biases[1])]
+    expected = step(original, *single[:3], single[3:])
+    for actual, expected_gradients in zip((dmask, dpair), expected[-2:], strict=True):
+        assert testing.relative_error(actual, expected_gradients) < 4 * torch.finfo(dtype).eps
 
 
 def test_keys_masked_twice_weigh_nothing() -> None:
@@ -84,9 +84,9 @@ def test_keys_masked_twice_weigh_nothing() -> None:
     q, k, v, (mask,) = make((2, 5), [MASK])
     twice = torch.zeros_like(mask)
     twice[..., 3:] = -1e9
-    for ours, theirs in zip(step(openfold.attention, q, k, v, [mask, twice.requires_grad_()]),
+    for actual, expected in zip(step(openfold.attention, q, k, v, [mask, twice.requires_grad_()]),
                             step(original, q, k, v, [mask, twice]), strict=True):  # fmt: skip
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("deeper", [-128.0, -2e8, -1e9])
@@ -97,8 +97,8 @@ def test_keys_of_the_deeper_mask_weigh_nothing(deeper: float, shape: tuple[int, 
     pad, more = torch.zeros(shape), torch.zeros(2, 5, 1, 1, 9)
     pad[0, 0], more[0, 0, ..., 4:] = -1e9, deeper
     biases = [pad.requires_grad_(), more.requires_grad_()]
-    for ours, theirs in zip(step(openfold.attention, q, k, v, biases), step(original, q, k, v, biases), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+    for actual, expected in zip(step(openfold.attention, q, k, v, biases), step(original, q, k, v, biases), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -114,15 +114,15 @@ def test_16_bits_swallow_a_small_bias_of_keys_too(dtype: torch.dtype) -> None:
     assert testing.relative_error(openfold.attention(q, k, v, [pad, deeper]), mean) < 2 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("other", [(2, 1, 4, 7, 9), MASK, None], ids=str)
-def test_queries_that_a_mask_per_pair_masks(other: Any) -> None:
+@pytest.mark.parametrize("pair_mask", [(2, 1, 4, 7, 9), MASK, None], ids=str)
+def test_queries_that_a_mask_per_pair_masks(pair_mask: Any) -> None:
     """As of atoms in windows: the mask has one head, and leaves some queries no key."""
-    q, k, v, biases = make((2, 5), [None if other is None else other])
+    q, k, v, biases = make((2, 5), [None if pair_mask is None else pair_mask])
     pairs = torch.zeros(2, 5, 1, 7, 9).masked_fill_(torch.rand(2, 5, 1, 7, 9) > 0.5, -1e9)
     pairs[..., 2:4, :] = -1e9
-    for ours, theirs in zip(step(openfold.attention, q, k, v, [*biases, pairs.requires_grad_()]),
+    for actual, expected in zip(step(openfold.attention, q, k, v, [*biases, pairs.requires_grad_()]),
                             step(original, q, k, v, [*biases, pairs]), strict=True):  # fmt: skip
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
 
 
 def test_the_native_rule_keeps_the_scores() -> None:
@@ -135,9 +135,9 @@ def test_the_native_rule_keeps_the_scores() -> None:
 
 def test_a_query_that_is_not_scaled() -> None:
     q, k, v, biases = make((2, 5), [MASK, (2, 1, 4, 7, 9)])
-    for ours, theirs in zip(step(lambda q, *rest: openfold.attention(q * 8**0.5, *rest, scaled=False), q, k, v, biases),
+    for actual, expected in zip(step(lambda q, *args: openfold.attention(q * 8**0.5, *args, scaled=False), q, k, v, biases),
                             step(original, q, k, v, biases), strict=True):  # fmt: skip
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_nothing_is_expanded_that_need_not_be(
 ) -> None:
     seen: dict[str, Any] = {}
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-        seen.update(given)
-        return evoformer_attention(q, k, v, **given)
+    def attend(q: Tensor, k: Tensor, v: Tensor, **args: Any) -> Tensor:
+        seen.update(args)
+        return evoformer_attention(q, k, v, **args)
 
     monkeypatch.setattr(openfold, "evoformer_attention", attend)
     openfold.attention(*make(*LISTS[name]))
@@ -179,14 +179,16 @@ def test_compiled_and_under_autocast() -> None:
     q, k, v, biases = make((2, 5), [MASK, (2, 1, 4, 7, 9)])
     torch.compiler.reset()
     compiled = torch.compile(openfold.attention, fullgraph=True, backend="aot_eager")
-    for ours, theirs in zip(step(compiled, q, k, v, biases), step(openfold.attention, q, k, v, biases), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for actual, expected_gradients in zip(
+        step(compiled, q, k, v, biases), step(openfold.attention, q, k, v, biases), strict=True
+    ):
+        torch.testing.assert_close(actual, expected_gradients)
     with torch.autocast("cpu", torch.bfloat16):
         o, *gradients = step(openfold.attention, q, k, v, biases)
     assert o.dtype == torch.bfloat16 and all(x.dtype == torch.float32 for x in gradients)
     expected = step(original, q, k, v, biases)
-    for ours, theirs in zip((o, *gradients), expected, strict=True):
-        assert testing.relative_error(ours, theirs) < 2e-2
+    for actual, expected_gradients in zip((o, *gradients), expected, strict=True):
+        assert testing.relative_error(actual, expected_gradients) < 2e-2
 
 
 def test_a_mask_without_empty_rows_costs_no_means(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,13 +198,13 @@ def test_a_mask_without_empty_rows_costs_no_means(monkeypatch: pytest.MonkeyPatc
         raise AssertionError("means were computed")
 
     q, k, v, (mask, pair) = make((2, 5), [MASK, (2, 1, 4, 7, 9)])
-    some = torch.zeros_like(mask)
-    some[..., 1:] = -1e9
+    partial = torch.zeros_like(mask)
+    partial[..., 1:] = -1e9
     torch.compiler.reset()
     compiled = torch.compile(openfold.attention, fullgraph=True, backend="aot_eager")
-    expected = compiled(q, k, v, [some, pair])
+    expected = compiled(q, k, v, [partial, pair])
     monkeypatch.setattr(means.Means, "apply", unexpected)
-    torch.testing.assert_close(openfold.attention(q, k, v, [some, pair]), expected)
+    torch.testing.assert_close(openfold.attention(q, k, v, [partial, pair]), expected)
     with pytest.raises(AssertionError, match="means were computed"):
         openfold.attention(q, k, v, [mask, pair])
 
@@ -233,10 +235,10 @@ def test_refusals_name_the_bias() -> None:
 ])  # fmt: skip
 def test_refusals_without_leading_axes(name: str, shape: tuple[int, ...], told: str) -> None:
     """The message has the caller's shapes, not those with the axis that is put in front."""
-    given: dict[str, Any] = {"q": torch.ones(4, 7, 8), "k": torch.ones(4, 9, 8), "v": torch.ones(4, 9, 5), "biases": []}
-    given[name] = [torch.ones(shape)] if name == "biases" else torch.ones(shape)
+    arguments: dict[str, Any] = {"q": torch.ones(4, 7, 8), "k": torch.ones(4, 9, 8), "v": torch.ones(4, 9, 5), "biases": []}
+    arguments[name] = [torch.ones(shape)] if name == "biases" else torch.ones(shape)
     with pytest.raises(ValueError, match=f"^{told}"):
-        openfold.attention(**given)
+        openfold.attention(**arguments)
 
 
 @pytest.mark.parametrize("pair", [(1, 1, 4, 7, 9), (4, 7, 9)], ids=str)
@@ -247,8 +249,8 @@ def test_deepspeed_gives_the_mean_too(pair: tuple[int, ...]) -> None:
         Q, K, V = (x.transpose(-2, -3) for x in (q * 8**0.5, k, v))
         return DS4Sci_EvoformerAttention(Q, K, V, biases).transpose(-2, -3)
 
-    for ours, theirs in zip(step(deepspeed, q, k, v, biases), step(original, q, k, v, biases), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+    for actual, expected in zip(step(deepspeed, q, k, v, biases), step(original, q, k, v, biases), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
     Q, K, V = (x.transpose(-2, -3) for x in (q, k, v))
     native = DS4Sci_EvoformerAttention(Q, K, V, biases, empty_rows="native")
     assert torch.equal(native, evoformer_attention(Q, K, V, mask_bias=biases[0], pair_bias=biases[1]))

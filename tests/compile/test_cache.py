@@ -92,8 +92,8 @@ def test_two_processes_that_write_at_once_leave_a_whole_file(tmp_path: pathlib.P
         writer.stdin.flush()  # type: ignore[union-attr]
     while any(writer.poll() is None for writer in writers):
         if path.exists():
-            found = path.read_bytes()
-            assert len(found) == 100_000 and len(set(found)) == 1
+            content = path.read_bytes()
+            assert len(content) == 100_000 and len(set(content)) == 1
         else:
             time.sleep(0.01)
     assert [writer.wait(60) for writer in writers] == [0, 0]

@@ -104,8 +104,8 @@ def waiting() -> list[str]:
 @contextlib.contextmanager
 def all_places() -> Iterator[int]:
     """Hold all places that are free, of which there are so many."""
-    with contextlib.ExitStack() as held:
-        yield sum(1 for taken in iter(slot, None) if held.enter_context(taken))
+    with contextlib.ExitStack() as stack:
+        yield sum(1 for taken in iter(slot, None) if stack.enter_context(taken))
 
 
 def free_places() -> int:
@@ -138,15 +138,15 @@ def test_workers_write_what_this_process_reads(folder: pathlib.Path, monkeypatch
 def test_each_kernel_is_compiled_once(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, hand: type[Hand]) -> None:
     """The worker takes the last one first. This process takes the others, and waits for that one."""
     monkeypatch.setattr(first_calls, "MOST", 1)
-    here: list[str] = []
+    compiled: list[str] = []
     build = launch.build
-    monkeypatch.setattr(launch, "build", lambda kernel: here.append(kernel.name) or build(kernel))
+    monkeypatch.setattr(launch, "build", lambda kernel: compiled.append(kernel.name) or build(kernel))
     monkeypatch.setattr(hand, "do", staticmethod(lambda task: ahead.keep(*task.arguments)))
     ahead.begin(kernels())
     until(lambda: hand.taken)
     *first, last = kernels()
     assert all(callable(ahead.compiled(kernel)) for kernel in first)
-    assert here == [kernel.name for kernel in first]
+    assert compiled == [kernel.name for kernel in first]
     waits = threading.Thread(target=ahead.compiled, args=(last,))
     waits.start()
     waits.join(0.1)
@@ -154,7 +154,7 @@ def test_each_kernel_is_compiled_once(folder: pathlib.Path, monkeypatch: pytest.
     hand.go.set()
     waits.join(60)
     until(lambda: not held_by_workers())
-    assert hand.taken == [last.name] and here == [kernel.name for kernel in (*first, last)]
+    assert hand.taken == [last.name] and compiled == [kernel.name for kernel in (*first, last)]
     assert len(kept(folder)) == len(CHANNELS)
 
 
@@ -246,7 +246,7 @@ def never_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise RunsError
 
     real = hopper.plan_forward
-    monkeypatch.setattr(hopper, "plan_forward", lambda *given, **wishes: dataclasses.replace(real(*given, **wishes), run=run))
+    monkeypatch.setattr(hopper, "plan_forward", lambda *args, **options: dataclasses.replace(real(*args, **options), run=run))
     with planned_for(cards_of("sm_90a")[0]), pytest.raises(RunsError):
         yield
 
@@ -257,8 +257,8 @@ def test_a_call_that_wants_gradients_begins_both_passes(
 ) -> None:
     begun: list[launch.Kernel] = []
     monkeypatch.setattr(ahead, "begin", begun.extend)
-    made: dict[str, Any] = {"dtype": torch.bfloat16, "requires_grad": records}
-    q, pair = torch.empty(1, 40, 96, 4, 32, **made), torch.empty(1, 1, 4, 96, 96, **made)
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "requires_grad": records}
+    q, pair = torch.empty(1, 40, 96, 4, 32, **options), torch.empty(1, 1, 4, 96, 96, **options)
     with never_run(monkeypatch):
         evoattn.evoformer_attention(q, q, q, mask=torch.ones(1, 40, 96, dtype=torch.bool), pair_bias=pair)
     kinds = [type(kernel).__name__ for kernel in begun]

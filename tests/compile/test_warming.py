@@ -37,11 +37,11 @@ def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pa
 
 def warmed(call: Call) -> list[calls.Launched]:
     """All kernels of a call, compiled and kept as a worker does it."""
-    found = calls.find_all([call], H200)
-    assert found and not any(one.kernel.bytes for one in found)
-    sizes = [workers._done(one.kernel.task) for one in found]
+    found_calls = calls.find_all([call], H200)
+    assert found_calls and not any(found_call.kernel.bytes for found_call in found_calls)
+    sizes = [workers._done(found_call.kernel.task) for found_call in found_calls]
     kept = calls.find_all([call], H200)
-    assert sizes == [(one.kernel.bytes, None) for one in kept]
+    assert sizes == [(found_call.kernel.bytes, None) for found_call in kept]
     return kept
 
 
@@ -71,9 +71,9 @@ def test_a_launch_reads_what_was_kept_for_hopper(training: bool, cache: pathlib.
 
     call = Call(TRIANGLE, 96, torch.bfloat16, training)
     kept = warmed(call)
-    assert {one.backend for one in kept} == {"hopper"}
-    assert all(one.kernel.bytes > 10_000 for one in kept)
-    assert {one.kernel.path for one in kept} == set((cache / "evoattn" / "hopper").iterdir())
+    assert {found_call.backend for found_call in kept} == {"hopper"}
+    assert all(found_call.kernel.bytes > 10_000 for found_call in kept)
+    assert {found_call.kernel.path for found_call in kept} == set((cache / "evoattn" / "hopper").iterdir())
     monkeypatch.setattr(ahead, "functions", {})
     monkeypatch.setattr(launch, "build", lambda kernel: pytest.fail(f"{kernel.name} is compiled"))
     loaded: list[str] = []
@@ -88,7 +88,7 @@ def test_a_launch_reads_what_was_kept_for_hopper(training: bool, cache: pathlib.
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     plan, arguments = planned(call, hopper)
     plan.run(*arguments)
-    assert set(loaded) == {one.kernel.name for one in kept}
+    assert set(loaded) == {found_call.kernel.name for found_call in kept}
 
 
 @PASSES
@@ -101,8 +101,8 @@ def test_a_launch_reads_what_was_kept_for_triton(training: bool, cache: pathlib.
 
     call = Call(TRIANGLE, 96, torch.float32, training)
     kept = warmed(call)
-    assert {one.backend for one in kept} == {"triton"}
-    assert all(one.kernel.bytes > 10_000 for one in kept)
+    assert {found_call.backend for found_call in kept} == {"triton"}
+    assert all(found_call.kernel.bytes > 10_000 for found_call in kept)
     hits: list[bool] = []
     with triton.knobs.compilation.scope(), devices.planned_for(H200), target("sm_90") as compiled:
         triton.knobs.compilation.listener = lambda cache_hit, **_: hits.append(cache_hit)
@@ -110,7 +110,7 @@ def test_a_launch_reads_what_was_kept_for_triton(training: bool, cache: pathlib.
         forget(compiled)
         plan.run(*arguments)
     assert hits and all(hits)
-    assert {kernel.hash for kernel in compiled} == {one.kernel.key for one in kept}
+    assert {kernel.hash for kernel in compiled} == {found_call.kernel.key for found_call in kept}
 
 
 def forget(compiled: list[Any]) -> None:
@@ -140,7 +140,7 @@ def test_plans_for_another_card_are_not_kept() -> None:
     """Else a call on meta tensors, or one for another card, would find them."""
     attention = Attention("few", 4, 32, n=40)
     of = {
-        arch: {one.backend for one in calls.find_all([Call(attention, 96, torch.bfloat16)], cards_of(arch)[0])}
+        arch: {call.backend for call in calls.find_all([Call(attention, 96, torch.bfloat16)], cards_of(arch)[0])}
         for arch in ("sm_80", "sm_90")
     }
     assert of["sm_80"] == {"triton"} and "hopper" in of["sm_90"]
@@ -159,8 +159,8 @@ def test_the_default_lengths_stand_for_others() -> None:
     """Kernels of lengths that nobody chose are among those of the default lengths."""
 
     def keys(lengths: tuple[int, ...]) -> set[tuple[str, str]]:
-        made = calls.calls_of(FAMILIES["esmfold"], lengths, (torch.bfloat16,), training=False)
-        return {(one.backend, one.kernel.key) for one in calls.find_all(list(made), H200)}
+        planned = calls.calls_of(FAMILIES["esmfold"], lengths, (torch.bfloat16,), training=False)
+        return {(call.backend, call.kernel.key) for call in calls.find_all(list(planned), H200)}
 
     assert keys((61, 143, 217, 322, 397, 486, 605, 751, 960, 1120, 1409, 1777)) <= keys(LENGTHS)
 
@@ -173,15 +173,15 @@ def test_the_cards_of_a_machine_know_what_their_plans_ask(monkeypatch: pytest.Mo
     from evoattn.backends.triton import cards as of_triton
 
     a100, h200 = (dataclasses.replace(cards_of(arch)[0], shared_memory=0, cache_bytes=0) for arch in ("sm_80", "sm_90"))
-    found = [a100, h200, h200]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
-    monkeypatch.setattr(devices, "found", lambda device: found[device.index])
+    cards = [a100, h200, h200]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(devices, "found", lambda device: cards[device.index])
     monkeypatch.setattr(of_triton, "_shared_memory", lambda device: 1000 + device.index)
     monkeypatch.setattr(of_triton, "_cache", lambda device: 2000)
     monkeypatch.setattr(clusters, "of_this_machine", lambda size, shared, device: 132 // size - 1)
-    here = local_cards()
-    assert [(card.shared_memory, card.cache_bytes) for card in here] == [(1000, 2000), (1001, 2000), (1002, 2000)]
-    assert here[0].clusters == () and here[1].clusters == (131, 65, 43, 32, 25, 21, 17, 15)
+    local = local_cards()
+    assert [(card.shared_memory, card.cache_bytes) for card in local] == [(1000, 2000), (1001, 2000), (1002, 2000)]
+    assert local[0].clusters == () and local[1].clusters == (131, 65, 43, 32, 25, 21, 17, 15)
     monkeypatch.setattr(of_triton, "_shared_memory", lambda device: 1000)
     assert len(local_cards()) == 2
 

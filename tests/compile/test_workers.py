@@ -20,9 +20,9 @@ def reports(*tasks: Task, jobs: int = 2) -> list[Report]:
 
 
 def test_results_come_back() -> None:
-    found = reports(*(Task("operator:mul", (i, i)) for i in range(5)))
-    assert sorted(report.result for report in found) == [0, 1, 4, 9, 16]
-    assert all(report.error is None and report.seconds > 0 for report in found)
+    results = reports(*(Task("operator:mul", (i, i)) for i in range(5)))
+    assert sorted(report.result for report in results) == [0, 1, 4, 9, 16]
+    assert all(report.error is None and report.seconds > 0 for report in results)
 
 
 def test_an_error_is_one_line_and_the_worker_goes_on() -> None:
@@ -45,22 +45,22 @@ def test_a_task_that_cannot_be_sent_fails_alone() -> None:
 
 
 def test_what_a_worker_prints_is_no_report() -> None:
-    (found,) = reports(Task("os:write", (1, b"Hello")), jobs=1)
-    assert found.error is None and found.result == 5
+    (report,) = reports(Task("os:write", (1, b"Hello")), jobs=1)
+    assert report.error is None and report.result == 5
 
 
 def test_workers_see_no_gpu_and_end_with_the_block() -> None:
     with Pool(1) as pool:
-        (found,) = pool.run([Task("os:getenv", ("CUDA_VISIBLE_DEVICES",))])
+        (report,) = pool.run([Task("os:getenv", ("CUDA_VISIBLE_DEVICES",))])
         (process,) = pool.run([Task("os:getpid", ())])
-    assert found.result == ""
+    assert report.result == ""
     with pytest.raises(ProcessLookupError):
         os.kill(process.result, 0)
 
 
 def test_a_worker_starts_no_compilers_of_its_own() -> None:
-    (found,) = reports(Task("os:getenv", ("EVOATTN_COMPILERS",)), jobs=1)
-    assert found.result == "0"
+    (report,) = reports(Task("os:getenv", ("EVOATTN_COMPILERS",)), jobs=1)
+    assert report.result == "0"
 
 
 def test_a_worker_knows_an_architecture_but_believes_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,9 +74,9 @@ def test_a_worker_knows_an_architecture_but_believes_its_caller(monkeypatch: pyt
 def test_a_worker_finds_compiled_modules_where_its_caller_does(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    (found,) = reports(Task("importlib.util:cache_from_source", (__file__,)), jobs=1)
-    assert found.result == importlib.util.cache_from_source(__file__)
-    assert found.result.startswith(str(tmp_path)) and any(tmp_path.rglob("workers.*.pyc"))
+    (report,) = reports(Task("importlib.util:cache_from_source", (__file__,)), jobs=1)
+    assert report.result == importlib.util.cache_from_source(__file__)
+    assert report.result.startswith(str(tmp_path)) and any(tmp_path.rglob("workers.*.pyc"))
 
 
 def test_a_worker_is_out_of_reach_of_ctrl_c_but_shares_cores_with_its_caller() -> None:
@@ -103,8 +103,8 @@ def test_a_worker_lets_others_go_first_and_holds_what_it_is_given() -> None:
 def test_a_task_that_takes_too_long_is_ended() -> None:
     worker = Worker(limit_s=1.0)
     try:
-        found = worker.run(Task("time:sleep", (60,)))
-        assert found.result is None and found.error == "took longer than 1 s" and found.seconds < 30
+        report = worker.run(Task("time:sleep", (60,)))
+        assert report.result is None and report.error == "took longer than 1 s" and report.seconds < 30
         worker.limit_s = 30.0
         assert worker.run(Task("operator:add", (1, 2))).result == 3
     finally:

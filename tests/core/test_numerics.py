@@ -12,9 +12,11 @@ INF = math.inf
 
 
 def test_sums_are_float32_or_wider() -> None:
-    wide = {dtype: numerics.accumulate_dtype(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
-    assert wide.pop(torch.float64) == torch.float64
-    assert set(wide.values()) == {torch.float32}
+    dtypes = {
+        dtype: numerics.accumulate_dtype(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    }
+    assert dtypes.pop(torch.float64) == torch.float64
+    assert set(dtypes.values()) == {torch.float32}
 
 
 def test_the_key_bias_of_a_padded_row_keeps_the_digits_of_its_scores() -> None:
@@ -63,9 +65,9 @@ def test_a_bias_that_a_narrow_dtype_cannot_hold_stays_finite() -> None:
 )
 def test_the_query_shift_is_the_largest_sum_of_the_biases(pair: list[float], key: list[float] | None, shift: float) -> None:
     key_bias = None if key is None else torch.tensor([[key]])
-    found = numerics.query_shift(torch.tensor([[[pair]]]), key_bias, torch.float32)
-    assert found.shape == (1, 1, 1, 1, 1)
-    assert found.item() == shift
+    actual = numerics.query_shift(torch.tensor([[[pair]]]), key_bias, torch.float32)
+    assert actual.shape == (1, 1, 1, 1, 1)
+    assert actual.item() == shift
 
 
 def test_the_smaller_of_two_shifted_biases_keeps_its_digits() -> None:

@@ -214,9 +214,9 @@ def test_a_foreign_file_is_ignored_with_one_warning(field: str) -> None:
     path.write_text(json.dumps(data))
     tuned_tiles.forget()
     with pytest.warns(UserWarning, match=f"was made with {field} another, this is .*: ignored") as seen:
-        found = [tuned_tiles.tuned("triton", "forward", ON_GPU) for _ in range(3)]
+        tiles = [tuned_tiles.tuned("triton", "forward", ON_GPU) for _ in range(3)]
     assert len(seen) == 1
-    assert found == [None] * 3
+    assert tiles == [None] * 3
 
 
 def test_saving_adds_and_is_whole_or_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,12 +312,12 @@ def test_explain_says_that_a_find_is_used() -> None:
     assert plain.tuned == () and "tuned" not in str(plain)
     expected = evoattn.evoformer_attention(q, q, q, mask=mask, pair_bias=pair_bias)
     save(plain.problem, "tiled", "both", score_bytes=1 << 18)
-    found = evoattn.explain(q, q, q, mask=mask, pair_bias=pair_bias)
-    assert found.tuned == ("both",)
-    assert found.config is not None and found.config.score_bytes == 1 << 18
-    assert "tuned    both: found by evoattn tune on this machine" in str(found)
-    given = evoattn.explain(q, q, q, mask=mask, pair_bias=pair_bias, config=Config(score_bytes=1 << 19))
-    assert given.tuned == () and given.config is not None and given.config.score_bytes == 1 << 19
+    tuned = evoattn.explain(q, q, q, mask=mask, pair_bias=pair_bias)
+    assert tuned.tuned == ("both",)
+    assert tuned.config is not None and tuned.config.score_bytes == 1 << 18
+    assert "tuned    both: found by evoattn tune on this machine" in str(tuned)
+    explicit = evoattn.explain(q, q, q, mask=mask, pair_bias=pair_bias, config=Config(score_bytes=1 << 19))
+    assert explicit.tuned == () and explicit.config is not None and explicit.config.score_bytes == 1 << 19
     torch.testing.assert_close(evoattn.evoformer_attention(q, q, q, mask=mask, pair_bias=pair_bias), expected)
 
 

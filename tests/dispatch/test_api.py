@@ -143,9 +143,9 @@ def test_a_backend_gets_rows_that_share_a_pair_bias_as_n(
     evoattn.evoformer_attention(q, k, v, mask=mask, pair_bias=pair_bias, layout=layout, backend="reference")
     ((*got, got_mask, _, got_pair, _),) = seen
     assert {tuple(x.shape[:2]) for x in (*got, got_mask)} == {expected}
-    given = (q, k, v, mask, pair_bias)
+    arguments = (q, k, v, mask, pair_bias)
     assert [x if x is None else x.data_ptr() for x in (*got, got_mask, got_pair)] == [
-        x if x is None else x.data_ptr() for x in given
+        x if x is None else x.data_ptr() for x in arguments
     ]
     assert got_pair is None or got_pair.shape == (expected[0] if 2 in of_pair else 1, 2, 4, 4)  # type: ignore[operator]
 
@@ -155,9 +155,9 @@ def test_an_expanded_pair_bias_is_not_materialised() -> None:
     inputs = make(lead=(2,), n=5, pair_bias="11hqk")
     assert inputs.pair_bias is not None
     expanded = inputs.pair_bias.expand(2, 5, *inputs.pair_bias.shape[2:])
-    wide = dataclasses.replace(inputs, pair_bias=expanded)
-    torch.testing.assert_close(call(wide), call(inputs))
-    c = testing.canonical(wide)
+    expanded_inputs = dataclasses.replace(inputs, pair_bias=expanded)
+    torch.testing.assert_close(call(expanded_inputs), call(inputs))
+    c = testing.canonical(expanded_inputs)
     assert c.pair_bias is not None and c.pair_bias.numel() == inputs.pair_bias.numel()
     leaf = inputs.pair_bias.clone().requires_grad_()
     (through_expand,) = torch.autograd.grad(
@@ -179,7 +179,7 @@ def test_only_the_gradients_asked_for_are_computed(asked: tuple[str, ...], monke
 
     def spy(*arguments: Any, needs: tuple[bool, ...], **options: Any) -> Plan:
         plan = real(*arguments, needs=needs, **options)
-        return dataclasses.replace(plan, run=lambda *given: seen.append(needs) or plan.run(*given))
+        return dataclasses.replace(plan, run=lambda *args: seen.append(needs) or plan.run(*args))
 
     monkeypatch.setattr(tiled, "plan_backward", spy)
     testing.forget()
@@ -207,10 +207,10 @@ def test_gradient_through_the_lse_alone() -> None:
     arguments = (inputs.k.double(), inputs.v.double())
     _, lse = evoattn.evoformer_attention(q, *arguments, mask_bias=inputs.mask_bias, return_lse=True)
     assert inputs.dlse is not None and inputs.mask_bias is not None
-    (ours,) = torch.autograd.grad(lse, q, inputs.dlse.double())
+    (actual,) = torch.autograd.grad(lse, q, inputs.dlse.double())
     s = torch.einsum("bnqhd,bnkhd->bnhqk", q, arguments[0]) * q.shape[-1] ** -0.5 + inputs.mask_bias.double()
-    (theirs,) = torch.autograd.grad(s.logsumexp(-1), q, inputs.dlse.double())
-    torch.testing.assert_close(ours, theirs)
+    (expected,) = torch.autograd.grad(s.logsumexp(-1), q, inputs.dlse.double())
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
@@ -232,19 +232,19 @@ def test_against_torch_attention() -> None:
     inputs = make(dtype=torch.float64, layout="bnhld")
     assert inputs.mask_bias is not None and inputs.pair_bias is not None
     bias = inputs.mask_bias + inputs.pair_bias
-    theirs = torch.nn.functional.scaled_dot_product_attention(inputs.q[0], inputs.k[0], inputs.v[0], attn_mask=bias[0])
-    torch.testing.assert_close(call(inputs, layout="bnhld")[0], theirs)
-    torch.testing.assert_close(testing.oracle(inputs).values["o"][0], theirs)
+    expected = torch.nn.functional.scaled_dot_product_attention(inputs.q[0], inputs.k[0], inputs.v[0], attn_mask=bias[0])
+    torch.testing.assert_close(call(inputs, layout="bnhld")[0], expected)
+    torch.testing.assert_close(testing.oracle(inputs).values["o"][0], expected)
 
 
 def test_a_row_of_padding_is_the_ordinary_softmax() -> None:
     """mask_bias = -1e9 at every key changes nothing: not the output, not one gradient; the LSE moves by -1e9."""
     plain = make(mask_bias=None, n=2)
     padded = dataclasses.replace(plain, mask_bias=torch.full((1, 2, 1, 1, 20), -1e9))
-    ours, theirs = testing.run(padded, "tiled").values, testing.run(plain, "tiled").values
+    actual, expected = testing.run(padded, "tiled").values, testing.run(plain, "tiled").values
     for name in ("o", "dq", "dk", "dv", "dpair_bias"):
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(ours["lse"].double(), theirs["lse"].double() - 1e9, rtol=1e-7, atol=0)
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(actual["lse"].double(), expected["lse"].double() - 1e9, rtol=1e-7, atol=0)
 
 
 def test_a_row_without_keys_is_zero_and_has_no_gradient() -> None:
@@ -363,20 +363,20 @@ def test_scores_in_flight_are_bounded() -> None:
 def test_one_query_of_heads_that_share_their_keys(pair_bias: tuple[int, ...] | None, layout: Layout) -> None:
     """Global attention: the heads become queries of one head. The same as with keys of every head, and laid out the same."""
     q, k = torch.randn(2, 3, 1, 4, 8), torch.randn(2, 3, 40, 1, 8)
-    given = [q, k, torch.randn_like(k), *([] if pair_bias is None else [torch.randn(pair_bias)])]
+    tensors = [q, k, torch.randn_like(k), *([] if pair_bias is None else [torch.randn(pair_bias)])]
     cotangents = torch.randn(2, 3, 1, 4, 8), torch.randn(2, 3, 4, 1)
     if layout == "bnhld":
-        given[:3], cotangents = [x.transpose(2, 3) for x in given[:3]], (cotangents[0].transpose(2, 3), cotangents[1])
-    leaves = [x.clone().requires_grad_() for x in given]
-    found = evoattn.evoformer_attention(*leaves[:3], pair_bias=(*leaves[3:], None)[0], layout=layout, return_lse=True)
-    full = [x.clone().requires_grad_() for x in given]
+        tensors[:3], cotangents = [x.transpose(2, 3) for x in tensors[:3]], (cotangents[0].transpose(2, 3), cotangents[1])
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    actual = evoattn.evoformer_attention(*leaves[:3], pair_bias=(*leaves[3:], None)[0], layout=layout, return_lse=True)
+    full = [x.clone().requires_grad_() for x in tensors]
     heads = 3 if layout == "bnlhd" else 2
     q, k, v = (x.expand(*x.shape[:heads], 4, *x.shape[heads + 1 :]) for x in full[:3])
     expected = evoattn.evoformer_attention(q, k, v, pair_bias=(*full[3:], None)[0], layout=layout, return_lse=True)
-    for x, y in zip(found, expected, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y)
         assert x.is_contiguous() and x.shape == y.shape
-    gradients = torch.autograd.grad(found, leaves, cotangents)
+    gradients = torch.autograd.grad(actual, leaves, cotangents)
     for x, y in zip(gradients, torch.autograd.grad(expected, full, cotangents), strict=True):
         torch.testing.assert_close(x, y)
     problem = evoattn.explain(*leaves[:3], pair_bias=(*leaves[3:], None)[0], layout=layout).problem
@@ -402,8 +402,12 @@ def test_keys_that_heads_share_are_not_copied() -> None:
 
 def takes_the_cpu(monkeypatch: pytest.MonkeyPatch, **names: Callable[..., Any]) -> None:
     """Let `triton`, which `auto` asks before `tiled`, take calls on the CPU, with other functions for some of its own."""
-    ours: dict[str, Callable[..., Any]] = {"availability": lambda: None, "unsupported": lambda problem, config: [], **names}
-    for name, function in ours.items():
+    attributes: dict[str, Callable[..., Any]] = {
+        "availability": lambda: None,
+        "unsupported": lambda problem, config: [],
+        **names,
+    }
+    for name, function in attributes.items():
         monkeypatch.setattr(triton, name, function, raising=False)
     testing.forget()
 
@@ -432,7 +436,7 @@ def test_explain_tells_what_leaves_a_pass_to_a_faster_backend(monkeypatch: pytes
 
     def told(name: str, pass_: str, *tensors: object, **options: object) -> Plan:
         copies = (f"{name}: q", *[f"{name}: k once a backward"] * (pass_ == "backward"))
-        return Plan(lambda *given: None, lambda: Description(copies=copies, tuned=pass_))
+        return Plan(lambda *args: None, lambda: Description(copies=copies, tuned=pass_))
 
     takes_the_cpu(monkeypatch, faster=faster)
     for backend in (triton, tiled):

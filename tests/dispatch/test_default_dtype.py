@@ -40,56 +40,56 @@ SOURCES = pathlib.Path(evoattn.__file__).parent
 
 
 @pytest.fixture(params=DTYPES, ids=str)
-def other(request: pytest.FixtureRequest) -> Iterator[Any]:
+def other_default(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A function that sets another default dtype; the test leaves the one that it found."""
     before = torch.get_default_dtype()
     yield lambda: torch.set_default_dtype(request.param)
     torch.set_default_dtype(before)
 
 
-def equal(found: Any, expected: Any) -> None:
-    for x, y in zip(found, expected, strict=True):
+def equal(actual: Any, expected: Any) -> None:
+    for x, y in zip(actual, expected, strict=True):
         assert x.dtype == y.dtype and torch.equal(x, y)
 
 
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("huge", [False, True], ids=["usual", "huge"])
-def test_a_backend_gives_the_same_bits(backend: str, dtype: torch.dtype, huge: bool, other: Any) -> None:
+def test_a_backend_gives_the_same_bits(backend: str, dtype: torch.dtype, huge: bool, other_default: Any) -> None:
     inputs = dataclasses.replace(CASE, dtype=dtype).make(seed=1)
     if huge and inputs.pair_bias is not None:
         inputs.pair_bias[..., 2, :] = -1e4
     expected = testing.run(inputs, backend).values
-    other()
-    found = testing.run(inputs, backend).values
-    equal(found.values(), expected.values())
+    other_default()
+    actual = testing.run(inputs, backend).values
+    equal(actual.values(), expected.values())
 
 
-def test_the_same_numbers_are_drawn(other: Any) -> None:
+def test_the_same_numbers_are_drawn(other_default: Any) -> None:
     expected = CASE.make(seed=1)
-    other()
-    made = CASE.make(seed=1)
+    other_default()
+    inputs = CASE.make(seed=1)
     for name in ("q", "mask", "mask_bias", "pair_bias", "do", "dlse"):
-        equal([getattr(made, name)], [getattr(expected, name)])
+        equal([getattr(inputs, name)], [getattr(expected, name)])
 
 
-def test_clients_make_the_same_masks(other: Any) -> None:
+def test_clients_make_the_same_masks(other_default: Any) -> None:
     """A mask of float16 would hold -inf for -1e9. One of float64 is refused by the `hopper` backend."""
     q = CASE.make(seed=1).q.transpose(2, 3)
-    keep = torch.rand((*q.shape[:2], 1, 1, 9), generator=torch.Generator().manual_seed(1), dtype=torch.float64) > 0.4
-    keep[:, 1] = False
+    mask = torch.rand((*q.shape[:2], 1, 1, 9), generator=torch.Generator().manual_seed(1), dtype=torch.float64) > 0.4
+    mask[:, 1] = False
     kernel = calls.kernel(None, Count())  # type: ignore[arg-type]
     flash = openfold_client.flash(None, Count())
 
-    def made() -> list[Tensor]:
-        return [calls.additive_mask(keep), kernel(q, q, q, None, keep), flash(q, q, q, keep[:, :, 0, 0])]
+    def masks() -> list[Tensor]:
+        return [calls.additive_mask(mask), kernel(q, q, q, None, mask), flash(q, q, q, mask[:, :, 0, 0])]
 
-    expected = made()
-    other()
-    equal(made(), expected)
+    expected = masks()
+    other_default()
+    equal(masks(), expected)
 
 
-def test_windows_of_atoms_have_the_same_mask(monkeypatch: pytest.MonkeyPatch, other: Any) -> None:
+def test_windows_of_atoms_have_the_same_mask(monkeypatch: pytest.MonkeyPatch, other_default: Any) -> None:
     def seen(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor], **options: Any) -> Tensor:
         masks.append(biases[0])
         return q
@@ -104,33 +104,33 @@ def test_windows_of_atoms_have_the_same_mask(monkeypatch: pytest.MonkeyPatch, ot
     vars(layer).update(to_a=lambda x: x, linear_output_project=lambda s: s, kq_norm=False)
     a = torch.ones(1, 40, 8, dtype=torch.float32)
     forward = rf3.atoms(None, Count())
-    for prepare in (lambda: None, other):
+    for prepare in (lambda: None, other_default):
         prepare()
         forward(layer, a, a[0], torch.ones(40, 40, 8, dtype=torch.float32))
     equal(masks[:1], masks[1:])
     assert masks[0].isinf().any() and not masks[0].isinf().all()
 
 
-def test_benchmarks_measure_the_same_problem(other: Any) -> None:
+def test_benchmarks_measure_the_same_problem(other_default: Any) -> None:
     """Inputs, weights and masks of problems, of layers and of the demo, and dense attention with a mask."""
     cpu = torch.device("cpu")
     attention = Workload("x", 1, 3, 2, 5, 5, 8, True, True, "")
     triangle = dataclasses.replace(attention, n=5, layer="triangle")
 
-    def made() -> list[Tensor]:
+    def make_problem() -> list[Tensor]:
         inputs = inputs_of(attention, torch.bfloat16, cpu)
         layer = layer_of(triangle, torch.float32, cpu)
         embedding = evoformer.embed(("ACDX", "A-DE"), 3, cpu)
         start = evoformer.triangle_start(embedding, torch.float16)
-        found = [inputs.q, inputs.mask, inputs.do, *layer.inputs.values(), layer.mask, *layer.module.parameters()]
-        found += [embedding.m, embedding.z, start.q, start.pair_bias, start.do]
+        tensors = [inputs.q, inputs.mask, inputs.do, *layer.inputs.values(), layer.mask, *layer.module.parameters()]
+        tensors += [embedding.m, embedding.z, start.q, start.pair_bias, start.do]
         masked = dataclasses.replace(start, q=start.q.float(), k=start.k.float(), v=start.v.float(), pair_bias=None)
-        return [x for x in [*found, Runner(PEERS["dense"], masked).forward()] if x is not None]
+        return [x for x in [*tensors, Runner(PEERS["dense"], masked).forward()] if x is not None]
 
-    expected = made()
+    expected = make_problem()
     assert all(x.isfinite().all() for x in expected)
-    other()
-    equal(made(), expected)
+    other_default()
+    equal(make_problem(), expected)
 
 
 def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -164,29 +164,29 @@ def of_deepspeed(q: Tensor, k: Tensor, v: Tensor, pair: Tensor) -> Tensor:
 def of_cuequivariance(q: Tensor, k: Tensor, v: Tensor, pair: Tensor) -> Tensor:
     mask = torch.ones(1, 2, 1, 1, 11, dtype=torch.bool)
     mask[:, 0] = False
-    made = triangle_attention(q, k, v, pair, mask=mask, return_aux=True)
-    return made[0] + triangle_attention(q, k, v, pair, mask=mask) + made[1].detach()[..., None]
+    output = triangle_attention(q, k, v, pair, mask=mask, return_aux=True)
+    return output[0] + triangle_attention(q, k, v, pair, mask=mask) + output[1].detach()[..., None]
 
 
 @pytest.mark.parametrize("call", [of_openfold, of_pairs, of_deepspeed, of_cuequivariance])
-def test_a_drop_in_gives_the_same_bits_in_empty_rows(call: Any, other: Any) -> None:
+def test_a_drop_in_gives_the_same_bits_in_empty_rows(call: Any, other_default: Any) -> None:
     inputs = leaves((1, 2, 4, 9, 8), (1, 2, 4, 11, 8), (1, 2, 4, 11, 8), (1, 1, 4, 9, 11))
     expected = results(call, *inputs)
-    other()
+    other_default()
     equal(results(call, *inputs), expected)
 
 
-def test_the_mask_for_kernels_is_float32(monkeypatch: pytest.MonkeyPatch, other: Any) -> None:
+def test_the_mask_for_kernels_is_float32(monkeypatch: pytest.MonkeyPatch, other_default: Any) -> None:
     """Kernels take no float64 mask bias, so a default of float64 must not make one."""
     seen: list[torch.dtype] = []
 
-    def take(*arguments: Any) -> bool:
+    def accept(*arguments: Any) -> bool:
         seen.append(arguments[3].dtype)
         return False
 
     monkeypatch.setattr(means, "has_kernels", lambda device: True)
-    monkeypatch.setattr(means, "kernels_take", take)
-    other()
+    monkeypatch.setattr(means, "kernels_take", accept)
+    other_default()
     of_cuequivariance(*leaves((1, 2, 4, 9, 8), (1, 2, 4, 11, 8), (1, 2, 4, 11, 8), (1, 1, 4, 9, 11)))
     assert set(seen) == {torch.float32}
 
@@ -195,7 +195,7 @@ def test_the_mask_for_kernels_is_float32(monkeypatch: pytest.MonkeyPatch, other:
 @pytest.mark.parametrize("d", [8, 32])
 @pytest.mark.parametrize("bias", [torch.float32, torch.bfloat16], ids=str)
 def test_hopper_plans_the_same_room(
-    deterministic: bool, d: int, bias: torch.dtype, monkeypatch: pytest.MonkeyPatch, other: Any
+    deterministic: bool, d: int, bias: torch.dtype, monkeypatch: pytest.MonkeyPatch, other_default: Any
 ) -> None:
     """Its kernels write statistics and parts of gradients as float32, whatever torch's default is."""
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
@@ -236,7 +236,7 @@ def test_hopper_plans_the_same_room(
         return rooms.copy(), numbers.copy()
 
     expected = planned()
-    other()
+    other_default()
     assert planned() == expected
     assert len(expected[0]) > 4 and expected[1]
 
@@ -245,17 +245,17 @@ def undecided(source: str) -> list[int]:
     """Lines that make a tensor of torch's default dtype."""
     tree = ast.parse(source)
     of_strides = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "stride"}
-    found = []
+    lines = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or id(node) in of_strides:
             continue
-        made = [node.func, *node.args[:1]] if _name(node.func) == "functools.partial" else [node.func]
-        names = {_name(one) for one in made}
-        given = {keyword.arg for keyword in node.keywords}
+        functions = [node.func, *node.args[:1]] if _name(node.func) == "functools.partial" else [node.func]
+        names = {_name(function) for function in functions}
+        keywords = {keyword.arg for keyword in node.keywords}
         scalars = _name(node.func) == "torch.where" and len(node.args) == 3 and all(map(_is_number, node.args[1:]))
-        if scalars or ("dtype" not in given and names & {f"torch.{name}" for name in FACTORIES}):
-            found.append(node.lineno)
-    return found
+        if scalars or ("dtype" not in keywords and names & {f"torch.{name}" for name in FACTORIES}):
+            lines.append(node.lineno)
+    return lines
 
 
 def _name(node: ast.expr) -> str:
@@ -274,8 +274,8 @@ def _is_number(node: ast.expr) -> bool:
 def test_every_tensor_is_made_with_a_dtype() -> None:
     files = sorted(SOURCES.rglob("*.py"))
     assert len(files) > 150
-    found = {str(path.relative_to(SOURCES)): undecided(path.read_text()) for path in files}
-    assert {name: lines for name, lines in found.items() if lines} == {}
+    by_file = {str(path.relative_to(SOURCES)): undecided(path.read_text()) for path in files}
+    assert {name: lines for name, lines in by_file.items() if lines} == {}
 
 
 @pytest.mark.parametrize(

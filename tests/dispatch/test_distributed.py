@@ -133,13 +133,13 @@ def distribute(x: Tensor | None, mesh: Any, placements: Placements) -> DTensor |
     """A leaf. Of a sum both processes of the mesh's dimension have half."""
     if x is None:
         return None
-    found = distribute_tensor(x, mesh, whole(placements))
-    if whole(placements) != placements:
-        found = DTensor.from_local(found.to_local() / 2, mesh, placements)
-    return found.requires_grad_() if x.dtype.is_floating_point else found
+    distributed = distribute_tensor(x, mesh, without_partial(placements))
+    if without_partial(placements) != placements:
+        distributed = DTensor.from_local(distributed.to_local() / 2, mesh, placements)
+    return distributed.requires_grad_() if x.dtype.is_floating_point else distributed
 
 
-def whole(placements: Placements) -> Placements:
+def without_partial(placements: Placements) -> Placements:
     """Sums added up."""
     first, second = (Replicate() if p.is_partial() else p for p in placements)
     return first, second
@@ -149,18 +149,18 @@ def differentiate(split: Split, mesh: Any) -> dict[str, Any]:
     """The whole outputs and gradients, by name, and how the outputs and gradients lie."""
     inputs = split.case.make(seed=4)
     names = ("q", "k", "v", "mask", "mask_bias", "pair_bias", "gate")
-    given = {name: distribute(getattr(inputs, name), mesh, getattr(split, name)) for name in names}
+    tensors = {name: distribute(getattr(inputs, name), mesh, getattr(split, name)) for name in names}
     options: dict[str, Any] = {"layout": split.case.layout, "return_lse": True}
-    o, lse = evoattn.evoformer_attention(**given, **options)  # type: ignore[arg-type, call-overload]
+    o, lse = evoattn.evoformer_attention(**tensors, **options)  # type: ignore[arg-type, call-overload]
     cotangents = [distribute_tensor(x, mesh, y.placements) for x, y in ((inputs.do, o), (inputs.dlse, lse))]
-    leaves = {name: x for name, x in given.items() if x is not None and x.requires_grad}
+    leaves = {name: x for name, x in tensors.items() if x is not None and x.requires_grad}
     gradients = dict(zip(leaves, torch.autograd.grad((o, lse), [*leaves.values()], cotangents), strict=True))
-    kept = {name: gradient.placements == whole(leaves[name].placements) for name, gradient in gradients.items()}
-    found = {"o": o, "lse": lse, **{f"d{name}": gradient for name, gradient in gradients.items()}}
+    kept = {name: gradient.placements == without_partial(leaves[name].placements) for name, gradient in gradients.items()}
+    values = {"o": o, "lse": lse, **{f"d{name}": gradient for name, gradient in gradients.items()}}
     # One process alone: it may not wait for others.
-    explained = evoattn.explain(**given, layout=split.case.layout) if mesh.get_rank() == 0 else None  # type: ignore[arg-type]
+    explained = evoattn.explain(**tensors, layout=split.case.layout) if mesh.get_rank() == 0 else None  # type: ignore[arg-type]
     return {
-        "values": {name: x.full_tensor().detach() for name, x in found.items()},
+        "values": {name: x.full_tensor().detach() for name, x in values.items()},
         "placements": (o.placements, lse.placements),
         "kept": kept,
         "scores": explained and explained.problem.scores,
@@ -222,41 +222,41 @@ def compiled(mesh: Any) -> float:
         return evoattn.evoformer_attention(q, k, v, pair_bias=pair_bias) * 2
 
     step = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    found = [torch.autograd.grad(f(q, k, v, pair_bias).sum(), [q, k, v, pair_bias]) for f in (attend, step)]
-    return max((x.full_tensor() - y.full_tensor()).abs().max().item() for x, y in zip(*found, strict=True))
+    gradients = [torch.autograd.grad(f(q, k, v, pair_bias).sum(), [q, k, v, pair_bias]) for f in (attend, step)]
+    return max((x.full_tensor() - y.full_tensor()).abs().max().item() for x, y in zip(*gradients, strict=True))
 
 
 def measure() -> dict[str, Any]:
     """Values and messages, in one of the processes."""
     mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
-    found: dict[str, Any] = {split.case.name: differentiate(split, mesh) for split in SPLITS}
-    found["refused"] = refused(mesh)
-    found["compiled"] = compiled(mesh)
-    found["ddp"] = train(DistributedDataParallel, rank, PROCESSES)
-    found["fsdp"] = train(lambda block: fully_shard(block, mesh=init_device_mesh("cpu", (PROCESSES,))), rank, PROCESSES)
-    return found
+    results: dict[str, Any] = {split.case.name: differentiate(split, mesh) for split in SPLITS}
+    results["refused"] = refused(mesh)
+    results["compiled"] = compiled(mesh)
+    results["ddp"] = train(DistributedDataParallel, rank, PROCESSES)
+    results["fsdp"] = train(lambda block: fully_shard(block, mesh=init_device_mesh("cpu", (PROCESSES,))), rank, PROCESSES)
+    return results
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return distributed.results(measure, tmp_path_factory.mktemp("processes"), processes=PROCESSES)[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.case.name)
-def test_split_calls(split: Split, found: dict[str, Any]) -> None:
+def test_split_calls(split: Split, measured: dict[str, Any]) -> None:
     """Outputs and gradients are those of one process, and lie where q and the inputs do."""
-    here = found[split.case.name]
-    testing.check(testing.Results(here["values"]), split.case.make(seed=4))
-    assert here["placements"] == (split.o, split.lse)
-    assert all(here["kept"].values()), here["kept"]
+    result = measured[split.case.name]
+    testing.check(testing.Results(result["values"]), split.case.make(seed=4))
+    assert result["placements"] == (split.o, split.lse)
+    assert all(result["kept"].values()), result["kept"]
 
 
-def test_a_process_computes_its_own_part(found: dict[str, Any]) -> None:
-    whole = 4 * 7 * 9  # heads, queries and keys of a row
-    assert found["rows"]["scores"] == 3 * whole  # of five rows two processes have three and two
-    assert found["rows_and_heads"]["scores"] == 3 * whole // 2
-    assert found["heads_and_queries"]["scores"] == 5 * 2 * 4 * 9
-    assert found["channels"]["scores"] == 5 * whole
+def test_a_process_computes_its_own_part(measured: dict[str, Any]) -> None:
+    scores = 4 * 7 * 9  # heads, queries and keys of a row
+    assert measured["rows"]["scores"] == 3 * scores  # of five rows two processes have three and two
+    assert measured["rows_and_heads"]["scores"] == 3 * scores // 2
+    assert measured["heads_and_queries"]["scores"] == 5 * 2 * 4 * 9
+    assert measured["channels"]["scores"] == 5 * scores
 
 
 @pytest.mark.parametrize(
@@ -269,21 +269,21 @@ def test_a_process_computes_its_own_part(found: dict[str, Any]) -> None:
         ("shape", "ValueError: mask must broadcast to .*= \\[1, 5, 9\\]"),
     ],
 )
-def test_refusals_name_the_argument(name: str, message: str, found: dict[str, Any]) -> None:
-    assert re.match(message, found["refused"][name])
+def test_refusals_name_the_argument(name: str, message: str, measured: dict[str, Any]) -> None:
+    assert re.match(message, measured["refused"][name])
 
 
-def test_compiled_code_splits_too(found: dict[str, Any]) -> None:
-    assert found["compiled"] < 1e-5
+def test_compiled_code_splits_too(measured: dict[str, Any]) -> None:
+    assert measured["compiled"] < 1e-5
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_models_in_parallel(name: str, found: dict[str, Any]) -> None:
+def test_models_in_parallel(name: str, measured: dict[str, Any]) -> None:
     """Parameters that are copied to, or split between, processes that each have their own sequences."""
     expected = train(lambda block: block)
-    assert found[name].keys() == expected.keys()
+    assert measured[name].keys() == expected.keys()
     for parameter, gradient in expected.items():
-        torch.testing.assert_close(found[name][parameter], gradient)
+        torch.testing.assert_close(measured[name][parameter], gradient)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -80,9 +80,9 @@ def test_global_attention_goes_straight_to_a_plan(
 ) -> None:
     """One query of heads that share their keys: the plan has the heads as queries of one head, and the tensors stay."""
     q, k, v = torch.randn(2, 3, 1, 4, 8), torch.randn(2, 3, 6, 1, 8), torch.randn(2, 3, 6, 1, 8)
-    given = [x if layout == "bnlhd" else x.transpose(2, 3).contiguous() for x in (q, k, v)]
+    tensors = [x if layout == "bnlhd" else x.transpose(2, 3).contiguous() for x in (q, k, v)]
     biases = [] if pair_bias is None else [torch.randn(pair_bias)]
-    arguments = [x.requires_grad_() for x in (*given, *biases)]
+    arguments = [x.requires_grad_() for x in (*tensors, *biases)]
     for _ in range(2):
         output = attend(*arguments[:3], None, *(arguments[3:] or [None]), layout=layout)
         torch.autograd.grad(output.sum(), arguments)
@@ -104,8 +104,8 @@ def test_explain_describes_the_plan_that_runs(planner: Planner, lead: tuple[int,
     assert told.backend == "reference"
     planned = planner.planned_forwards, planner.planned_backwards
     assert planned == (1, 1) and planner.forwards == planner.backwards == 0
-    made = evoattn.evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, **options)
-    outputs = made if return_lse else (made,)
+    output = evoattn.evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, **options)
+    outputs = output if return_lse else (output,)
     torch.autograd.grad(outputs, arguments, [torch.randn_like(x) for x in outputs])
     assert (planner.planned_forwards, planner.planned_backwards) == planned
     assert (planner.forwards, planner.backwards) == (1, 1)
@@ -137,13 +137,13 @@ def test_the_same_graph_of_autograd(planner: Planner, operators: Operators) -> N
 
 
 def test_an_expanded_bias_has_its_gradient_in_the_expanded_shape(planner: Planner, operators: Operators) -> None:
-    *rest, pair_bias = leaves(lead=(2,), pair_bias="11hqk")
-    expected = step([*rest, pair_bias])
+    *others, pair_bias = leaves(lead=(2,), pair_bias="11hqk")
+    expected = step([*others, pair_bias])
     expanded = pair_bias.detach().expand(2, -1, -1, -1, -1).requires_grad_()
     assert expanded.stride(0) == 0
-    found = step([*rest, expanded])
-    assert found[-1].shape == expanded.shape
-    torch.testing.assert_close(found[-1].sum(0, keepdim=True), expected[-1])
+    actual = step([*others, expanded])
+    assert actual[-1].shape == expanded.shape
+    torch.testing.assert_close(actual[-1].sum(0, keepdim=True), expected[-1])
     assert operators.called() == []
 
 
@@ -232,8 +232,8 @@ def test_negative_tensors_have_their_sign(planner: Planner) -> None:
     output = attend(*arguments)
     cotangent = torch.randn_like(output)
     expected = torch.autograd.grad(output, arguments, cotangent, retain_graph=True)
-    for value, other in zip(torch.autograd.grad(output, arguments, negated(cotangent)), expected, strict=True):
-        torch.testing.assert_close(value, other)
+    for value, y in zip(torch.autograd.grad(output, arguments, negated(cotangent)), expected, strict=True):
+        torch.testing.assert_close(value, y)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -257,18 +257,18 @@ def test_batched_cotangents_and_second_derivatives(planner: Planner, operators: 
     arguments = leaves()
     output = attend(*arguments)
     cotangents = torch.randn(3, *output.shape)
-    together = torch.autograd.grad(output, arguments, cotangents, is_grads_batched=True, retain_graph=True)
+    batched = torch.autograd.grad(output, arguments, cotangents, is_grads_batched=True, retain_graph=True)
     assert operators.called() == ["backward"]
     looped = [torch.autograd.grad(output, arguments, cotangent, retain_graph=True) for cotangent in cotangents]
-    for value, expected in zip(together, zip(*looped, strict=True), strict=True):
+    for value, expected in zip(batched, zip(*looped, strict=True), strict=True):
         torch.testing.assert_close(value, torch.stack(expected))
     first = torch.autograd.grad(output.sum(), arguments, create_graph=True)  # a cotangent that needs no gradient itself
     for gradient in first:
         assert gradient.requires_grad
         with pytest.raises(RuntimeError, match="second derivative"):
             torch.autograd.grad(gradient.sum(), arguments[0], retain_graph=True)
-    for value, other in zip(first, torch.autograd.grad(output.sum(), arguments), strict=True):
-        torch.testing.assert_close(value, other)
+    for value, right in zip(first, torch.autograd.grad(output.sum(), arguments), strict=True):
+        torch.testing.assert_close(value, right)
 
 
 def test_a_symbolic_zero_as_cotangent(planner: Planner, operators: Operators) -> None:
@@ -280,9 +280,9 @@ def test_a_symbolic_zero_as_cotangent(planner: Planner, operators: Operators) ->
 
 
 def test_a_tensor_without_strides_is_left_to_validation(planner: Planner) -> None:
-    q, *rest = (x.detach() for x in leaves())
+    q, *others = (x.detach() for x in leaves())
     with pytest.raises(TypeError, match="q must be a dense tensor"):
-        attend(q.to_sparse(), *rest)
+        attend(q.to_sparse(), *others)
 
 
 def test_forward_mode_is_refused(planner: Planner) -> None:
@@ -301,8 +301,8 @@ def test_checkpointing(planner: Planner, reentrant: bool) -> None:
     output = checkpoint(attend, *arguments, use_reentrant=reentrant)
     cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
     output.backward(cotangent)
-    for x, other in zip(arguments, expected, strict=True):
-        torch.testing.assert_close(x.grad, other)
+    for x, y in zip(arguments, expected, strict=True):
+        torch.testing.assert_close(x.grad, y)
     assert planner.backwards == 2
 
 
@@ -317,8 +317,8 @@ def test_saved_tensor_hooks_may_change_the_strides(planner: Planner) -> None:
         return x.detach().clone(memory_format=torch.contiguous_format)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2)):
-        for value, other in zip(step(arguments), expected, strict=True):
-            torch.testing.assert_close(value, other)
+        for value, y in zip(step(arguments), expected, strict=True):
+            torch.testing.assert_close(value, y)
     assert packed
 
 
@@ -334,8 +334,8 @@ def test_saved_tensor_hooks_may_negate_lazily(planner: Planner) -> None:
         return x if x.dtype == torch.bool else torch._neg_view(x)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        for value, other in zip(step(arguments), expected, strict=True):
-            torch.testing.assert_close(value, other)
+        for value, y in zip(step(arguments), expected, strict=True):
+            torch.testing.assert_close(value, y)
 
 
 def test_saved_tensor_hooks_may_leave_no_memory(planner: Planner) -> None:
@@ -399,9 +399,9 @@ def test_settings_are_part_of_a_backward(planner: Planner, operators: Operators)
     def gradients(of: list[Tensor]) -> list[Tensor]:
         return list(torch.autograd.grad(output, of, cotangent, retain_graph=True))
 
-    whole = gradients(arguments)
-    torch.testing.assert_close(gradients(arguments[1:]), whole[1:])
-    torch.testing.assert_close(gradients(arguments[:1]), whole[:1])
+    expected = gradients(arguments)
+    torch.testing.assert_close(gradients(arguments[1:]), expected[1:])
+    torch.testing.assert_close(gradients(arguments[:1]), expected[:1])
     assert planner.planned_backwards == 1
     try:
         torch.set_float32_matmul_precision("high")
@@ -410,7 +410,7 @@ def test_settings_are_part_of_a_backward(planner: Planner, operators: Operators)
     finally:
         torch.set_float32_matmul_precision(precision)
     testing.forget()
-    torch.testing.assert_close(gradients(arguments), whole)
+    torch.testing.assert_close(gradients(arguments), expected)
     assert planner.planned_backwards == 3
     assert operators.called() == []
 
@@ -441,13 +441,13 @@ def test_only_the_newest_looks_are_kept(planner: Planner, operators: Operators) 
     """Of calls that differ in their strides alone, forward and backward; the forgotten ones find their plan again."""
     q, k, v, mask_bias, pair_bias = leaves()
     *lead, lq, lk = pair_bias.shape
-    wide = torch.randn(*lead, lq, lk + LOOKS)
-    biases = [wide[..., : lk + more].contiguous()[..., :lk].detach().requires_grad_() for more in (*range(LOOKS), 0)]
+    widest = torch.randn(*lead, lq, lk + LOOKS)
+    biases = [widest[..., : lk + more].contiguous()[..., :lk].detach().requires_grad_() for more in (*range(LOOKS), 0)]
     for bias in biases:
         expected = evoattn.evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=bias, backend="tiled")
-        found = attend(q, k, v, mask_bias, bias)
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(*(torch.autograd.grad(o.sum(), bias)[0] for o in (found, expected)))
+        actual = attend(q, k, v, mask_bias, bias)
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(o.sum(), bias)[0] for o in (actual, expected)))
     assert operators.called() == []
     assert planner.planned_forwards == planner.planned_backwards == LOOKS
     ways = [way(q, k, v, mask_bias, bias) for bias in biases[1:]]
@@ -461,16 +461,16 @@ def test_a_tensor_may_be_given_twice(planner: Planner, operators: Operators) -> 
     attend(q, k, k, None, None)
     assert (way(q, v, v, None, None), way(q, k, v, None, None)) == ("plan", None)
     for keys, values in ((k, k), (k, v), (v, v), (k, v), (k, k)):
-        found = attend(q, keys, values, None, None)
+        actual = attend(q, keys, values, None, None)
         expected = evoattn.evoformer_attention(q, keys, values, backend="tiled")
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
         of = [q, k, v]
-        gradients = [torch.autograd.grad(o.square().sum(), of, allow_unused=True) for o in (found, expected)]
-        for one, other in zip(*gradients, strict=True):
-            torch.testing.assert_close(one, other)
+        gradients = [torch.autograd.grad(o.square().sum(), of, allow_unused=True) for o in (actual, expected)]
+        for x, y in zip(*gradients, strict=True):
+            torch.testing.assert_close(x, y)
     assert (planner.forwards, planner.backwards) == (6, 5)
     assert planner.planned_forwards == 1 and planner.planned_backwards <= 2
-    assert [way(q, *given, None, None) for given in ((k, k), (v, v), (k, v))] == ["plan"] * 3
+    assert [way(q, *keys_values, None, None) for keys_values in ((k, k), (v, v), (k, v))] == ["plan"] * 3
 
 
 def test_nothing_is_recorded_in_inference_mode(planner: Planner, operators: Operators) -> None:
@@ -568,8 +568,8 @@ def test_a_backward_under_compiled_autograd(planner: Planner) -> None:
     cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         output.backward(cotangent)
-    for x, other in zip(arguments, expected[1:], strict=True):
-        torch.testing.assert_close(x.grad, other)
+    for x, y in zip(arguments, expected[1:], strict=True):
+        torch.testing.assert_close(x.grad, y)
 
 
 def test_what_a_backward_tells_the_dispatcher_is_known(
@@ -591,12 +591,12 @@ def test_what_a_backward_tells_the_dispatcher_is_known(
     attend(*tensors)
     assert not in_backward
     step(tensors)
-    made = checkpoint(attend, *tensors, use_reentrant=True)
-    made.sum().backward()  # type: ignore[union-attr]
+    output = checkpoint(attend, *tensors, use_reentrant=True)
+    output.sum().backward()  # type: ignore[union-attr]
     assert in_backward
     low = [x.detach().bfloat16().requires_grad_() for x in tensors]
     with torch.autocast("cpu"):
-        made = checkpoint(attend, *low, use_reentrant=False)
+        output = checkpoint(attend, *low, use_reentrant=False)
     testing.forget(torch_too=True)  # so that the checkpoint works its call out while the backward runs
-    made.sum().backward()  # type: ignore[union-attr]
+    output.sum().backward()  # type: ignore[union-attr]
     assert operators.called() == []

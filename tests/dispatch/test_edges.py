@@ -143,8 +143,8 @@ def test_the_gradient_of_a_mask_bias_that_is_broadcast_is_rounded_once(shape: tu
     """In bfloat16, where terms that were rounded one by one cancelled to something else."""
     q, k, v = qkv(1, 64, length=12, dtype=torch.bfloat16)
     mask_bias = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
-    wide = [x.detach().double() for x in (q, k, v, mask_bias)]
-    wide[3].requires_grad_()
+    double = [x.detach().double() for x in (q, k, v, mask_bias)]
+    double[3].requires_grad_()
     generator = torch.Generator().manual_seed(1)
     do, dlse = torch.randn(q.shape, generator=generator).to(q.dtype), torch.randn(1, 64, 2, 12, generator=generator)
 
@@ -152,7 +152,7 @@ def test_the_gradient_of_a_mask_bias_that_is_broadcast_is_rounded_once(shape: tu
         o, lse = evoformer_attention(q, k, v, mask_bias=mask_bias, return_lse=True, backend=backend)
         return torch.autograd.grad((o, lse), mask_bias, (do.to(o.dtype), dlse.to(lse.dtype)))[0]
 
-    expected = gradient(*wide, "reference")  # type: ignore[arg-type]
+    expected = gradient(*double, "reference")  # type: ignore[arg-type]
     assert testing.relative_error(gradient(q, k, v, mask_bias, "tiled"), expected) < 3e-3
 
 
@@ -182,8 +182,8 @@ def test_inside_vmap() -> None:
     torch.testing.assert_close(torch.vmap(call)(q[None])[0], evoformer_attention(q, k, v))
     bias = torch.zeros(1, 1, 2, 6, 6)
     heads_first = [x.transpose(2, 3) for x in (q, k, v)]
-    made = torch.vmap(lambda x: triangle_attention(x, *heads_first[1:], bias, return_aux=True))(heads_first[0][None])
-    for value, expected in zip(made, triangle_attention(*heads_first, bias, return_aux=True), strict=True):
+    outputs = torch.vmap(lambda x: triangle_attention(x, *heads_first[1:], bias, return_aux=True))(heads_first[0][None])
+    for value, expected in zip(outputs, triangle_attention(*heads_first, bias, return_aux=True), strict=True):
         torch.testing.assert_close(value[0], expected)
 
 

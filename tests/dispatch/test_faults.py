@@ -269,8 +269,8 @@ def test_workers_of_a_data_loader() -> None:
     """torch gives them one thread each, so the parent may have several."""
     expected = [Examples()[i] for i in range(4)]
     loader = torch.utils.data.DataLoader(Examples(), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=30)
-    for found, right in zip(loader, expected, strict=True):
-        torch.testing.assert_close(found, right)
+    for actual, right in zip(loader, expected, strict=True):
+        torch.testing.assert_close(actual, right)
 
 
 FIRST_CALL = """
@@ -330,12 +330,12 @@ def at_once(calls: list[Callable[[], None]]) -> None:
     """Each in a thread of its own, all started together."""
     barrier = threading.Barrier(len(calls))
 
-    def one(call: Callable[[], None]) -> None:
+    def run(call: Callable[[], None]) -> None:
         barrier.wait(30)
         call()
 
     with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
-        for done in [pool.submit(one, call) for call in calls]:
+        for done in [pool.submit(run, call) for call in calls]:
             done.result(60)
 
 

@@ -107,30 +107,30 @@ def test_eight_threads_call_at_once(backend: str) -> None:
     ]
     torch.cuda.synchronize()
     barrier = threading.Barrier(len(inputs))
-    found: list[list[dict[str, torch.Tensor]]] = []
+    by_thread: list[list[dict[str, torch.Tensor]]] = []
 
     def several(first: int) -> list[dict[str, torch.Tensor]]:
         barrier.wait(30)
-        made = []
+        results = []
         with torch.cuda.stream(torch.cuda.Stream()):
             for i in range(3 * len(inputs)):
-                made.append(values(inputs[(first + i) % len(inputs)], backend))
+                results.append(values(inputs[(first + i) % len(inputs)], backend))
             torch.cuda.current_stream().synchronize()
-        return made
+        return results
 
     testing.forget()
     before = sys.getswitchinterval()
     sys.setswitchinterval(5e-5)
     try:
         with concurrent.futures.ThreadPoolExecutor(len(inputs)) as pool:
-            found = list(pool.map(several, range(len(inputs)), timeout=300))
+            by_thread = list(pool.map(several, range(len(inputs)), timeout=300))
     finally:
         sys.setswitchinterval(before)
     for i, each in enumerate(inputs):
         expected = testing.run(each, backend, deterministic=True)
         testing.check(expected, each)
-        for first, made in enumerate(found):
-            for later in made[(i - first) % len(inputs) :: len(inputs)]:
+        for first, results in enumerate(by_thread):
+            for later in results[(i - first) % len(inputs) :: len(inputs)]:
                 for name, value in later.items():
                     assert torch.equal(value, expected.values[name]), (each.case.name, name)
 

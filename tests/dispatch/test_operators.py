@@ -76,7 +76,7 @@ def test_fake_strides_are_real_strides() -> None:
             inputs = canonical(requires_grad=False)
             options: Options = (None, layout, False, backend, "")
             meta = Inputs._make(None if x is None else x.to("meta") for x in inputs)
-            real, fake = (both_passes(given, options, torch.ones_like) for given in (inputs, meta))
+            real, fake = (both_passes(each, options, torch.ones_like) for each in (inputs, meta))
             for a, b in zip(real, fake, strict=True):
                 assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
@@ -146,8 +146,8 @@ def test_compiled_code_takes_any_scale(dynamic: bool | None) -> None:
     torch._dynamo.reset()
 
     def attend(q: Tensor, scale: float) -> Tensor:
-        given = evoattn.evoformer_attention(q, q, q, scale=scale)
-        return given + evoattn.evoformer_attention(q, q, q, scale=1 / math.sqrt(q.shape[-1]))
+        expected = evoattn.evoformer_attention(q, q, q, scale=scale)
+        return expected + evoattn.evoformer_attention(q, q, q, scale=1 / math.sqrt(q.shape[-1]))
 
     compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for channels, scale in ((4, 0.3), (8, 0.4), (16, 0.5)):
@@ -171,17 +171,17 @@ def test_export_keeps_the_operator(gate: bool) -> None:
 def test_autocast_computes_as_torch_attention_does(dtype: torch.dtype) -> None:
     q, k, v, mask_bias, pair_bias, gate = leaves(16, gate=True)
     with torch.autocast("cpu", dtype):
-        ours = attend(q, k, v.detach().to(dtype), mask_bias, pair_bias)
+        actual = attend(q, k, v.detach().to(dtype), mask_bias, pair_bias)
         gated = attend(q, k, v.detach().to(dtype), mask_bias, pair_bias, gate)
-        theirs = torch.nn.functional.scaled_dot_product_attention(
+        expected = torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(2, 3).flatten(0, 1) for x in (q, k, v)), attn_mask=(mask_bias + pair_bias)[0]
         )
-    assert ours.dtype == theirs.dtype == dtype
-    torch.testing.assert_close(ours[0].transpose(1, 2), theirs, rtol=0.02, atol=0.02)
-    gradients = torch.autograd.grad(ours, (q, k, mask_bias, pair_bias), torch.randn_like(ours))
+    assert actual.dtype == expected.dtype == dtype
+    torch.testing.assert_close(actual[0].transpose(1, 2), expected, rtol=0.02, atol=0.02)
+    gradients = torch.autograd.grad(actual, (q, k, mask_bias, pair_bias), torch.randn_like(actual))
     assert [g.dtype for g in gradients] == [torch.float32] * 4
     assert gated.dtype == dtype
-    torch.testing.assert_close(gated, ours * torch.sigmoid(gate.to(dtype)), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(gated, actual * torch.sigmoid(gate.to(dtype)), rtol=0.02, atol=0.02)
     with torch.autocast("cpu", dtype):
         assert torch.equal(gated, attend(q, k, v.detach().to(dtype), mask_bias, pair_bias, gate.to(dtype)))
     assert [g.dtype for g in torch.autograd.grad(gated, (q, gate), torch.randn_like(gated))] == [torch.float32] * 2
@@ -195,24 +195,24 @@ def test_a_backward_is_not_cast(backend: str) -> None:
     cotangent = torch.randn_like(o)
     expected = torch.autograd.grad(o, (q, k, v, pair_bias), cotangent, retain_graph=True)
     with torch.autocast("cpu", torch.bfloat16):
-        found = torch.autograd.grad(o, (q, k, v, pair_bias), cotangent)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+        actual = torch.autograd.grad(o, (q, k, v, pair_bias), cotangent)
+    for x, y in zip(actual, expected, strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
 def test_what_has_the_dtype_of_autocast_is_not_cast_further(backend: str) -> None:
     """Neither on the way of the operators nor straight: sums stay in float32."""
     q, k, v, mask_bias, pair_bias = (x.detach().to(torch.bfloat16).requires_grad_() for x in leaves(16))
-    found = []
+    results = []
     for casts in (False, True, False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=casts):
             o = evoattn.evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, backend=backend)
             cotangent = torch.ones_like(o)
-            found.append((o.detach(), *torch.autograd.grad(o, (q, k, v, mask_bias, pair_bias), cotangent)))
-    for others in found[1:]:
-        for one, other in zip(others, found[0], strict=True):
-            assert torch.equal(one, other)
+            results.append((o.detach(), *torch.autograd.grad(o, (q, k, v, mask_bias, pair_bias), cotangent)))
+    for others in results[1:]:
+        for a, b in zip(others, results[0], strict=True):
+            assert torch.equal(a, b)
 
 
 def test_autocast_leaves_float64_and_biases_alone() -> None:
@@ -250,11 +250,11 @@ IN_DIMS = {
 @pytest.mark.parametrize("lead", [(1,), (2,)])
 def test_vmap_equals_a_loop(in_dims: tuple[int | None, ...], lead: tuple[int, ...]) -> None:
     inputs = testing.Case("vmap", lead=lead, n=2, lq=5, lk=6, d=4, mask_bias="finite", pair_bias="b1hqk", gate="random")
-    made = [inputs.make(seed) for seed in range(3)]
+    samples = [inputs.make(seed) for seed in range(3)]
     names = ("q", "k", "v", "mask_bias", "pair_bias", "gate")
     stacked = []
     for name, axis in zip(names, in_dims, strict=True):
-        values = [getattr(m, name) for m in made]
+        values = [getattr(m, name) for m in samples]
         stacked.append(values[0] if axis is None else torch.stack(values, axis))
     each = [[x if axis is None else x.select(axis, i) for x, axis in zip(stacked, in_dims, strict=True)] for i in range(3)]
 
@@ -267,20 +267,20 @@ def test_vmap_equals_a_loop(in_dims: tuple[int | None, ...], lead: tuple[int, ..
 @pytest.mark.parametrize("in_dims", IN_DIMS.values(), ids=IN_DIMS)
 @pytest.mark.parametrize("lead", [(1,), (2,)])
 def test_vmap_of_backward_gives_each_sample_its_gradients(in_dims: tuple[int | None, ...], lead: tuple[int, ...]) -> None:
-    made = [canonical(False, lead=lead, layout="bnhld", mask_bias="finite", n=2) for _ in range(3)]
+    samples = [canonical(False, lead=lead, layout="bnhld", mask_bias="finite", n=2) for _ in range(3)]
     axes = (*in_dims[:3], None, *in_dims[3:])
-    mapped = [x[0] if axis is None else torch.stack(x, axis) for x, axis in zip(zip(*made, strict=True), axes, strict=True)]  # type: ignore[arg-type]
-    mask = made[0][3]
+    mapped = [x[0] if axis is None else torch.stack(x, axis) for x, axis in zip(zip(*samples, strict=True), axes, strict=True)]  # type: ignore[arg-type]
+    mask = samples[0][3]
 
     def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
         return both_passes(Inputs(*tensors), OPTIONS, torch.cos)[3:]
 
     assert mask is not None
-    together = torch.func.vmap(gradients, axes)(*mapped)
+    batched = torch.func.vmap(gradients, axes)(*mapped)
     looped = [
         gradients(*(x if axis is None else x.select(axis, i) for x, axis in zip(mapped, axes, strict=True))) for i in range(3)
     ]
-    for value, expected in zip(together, zip(*looped, strict=True), strict=True):
+    for value, expected in zip(batched, zip(*looped, strict=True), strict=True):
         torch.testing.assert_close(value, torch.stack(expected))
 
 
@@ -289,9 +289,9 @@ def test_batched_cotangents(gate: bool) -> None:
     arguments = leaves(8, gate=gate)
     output = attend(*arguments)
     cotangents = torch.randn(3, *output.shape)
-    together = torch.autograd.grad(output, arguments, cotangents, is_grads_batched=True, retain_graph=True)
+    batched = torch.autograd.grad(output, arguments, cotangents, is_grads_batched=True, retain_graph=True)
     looped = [torch.autograd.grad(output, arguments, cotangent, retain_graph=True) for cotangent in cotangents]
-    for value, expected in zip(together, zip(*looped, strict=True), strict=True):
+    for value, expected in zip(batched, zip(*looped, strict=True), strict=True):
         torch.testing.assert_close(value, torch.stack(expected))
 
 

@@ -71,10 +71,10 @@ def run(request: pytest.FixtureRequest) -> Callable[[str, int], list[Tensor]]:
     return WHAT[request.param]
 
 
-def same(found: list[Tensor], expected: list[Tensor], device: str) -> bool:
+def same(actual: list[Tensor], expected: list[Tensor], device: str) -> bool:
     """Equal but for the order of sums, which layers leave to torch."""
     return all(
-        str(x.device) == device and testing.relative_error(x.cpu(), y) < 1e-2 for x, y in zip(found, expected, strict=True)
+        str(x.device) == device and testing.relative_error(x.cpu(), y) < 1e-2 for x, y in zip(actual, expected, strict=True)
     )
 
 
@@ -91,5 +91,5 @@ def test_in_threads(run: Callable[[str, int], list[Tensor]]) -> None:
     expected = [[x.cpu() for x in run("cuda:0", seed)] for seed in range(4)]
     work = [(device, seed) for _ in range(3) for seed in range(4) for device in DEVICES]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda each: same(run(*each), expected[each[1]], each[0]), work))
-    assert all(found)
+        actual = list(pool.map(lambda each: same(run(*each), expected[each[1]], each[0]), work))
+    assert all(actual)

@@ -28,11 +28,11 @@ def make(dtype: torch.dtype, every: int, seed: int = 0) -> list[Tensor]:
     def leaf(*sizes: int, add: float = 0.0) -> Tensor:
         return (torch.randn(*sizes, device="cuda", generator=rng) + add).to(dtype).requires_grad_()
 
-    keep = torch.rand(1, 150, 1, 1, 101, device="cuda", generator=rng) > 0.3
-    keep[..., 0] = True
+    allowed = torch.rand(1, 150, 1, 1, 101, device="cuda", generator=rng) > 0.3
+    allowed[..., 0] = True
     if every:
-        keep[:, ::every] = False
-    mask = torch.where(keep, 0.0, max(-1e9, torch.finfo(dtype).min)).to(dtype)
+        allowed[:, ::every] = False
+    mask = torch.where(allowed, 0.0, max(-1e9, torch.finfo(dtype).min)).to(dtype)
     lengths = (97, 101, 101)
     q, k, v = (leaf(1, 150, 4, length, 32, add=float(i == 2)) for i, length in enumerate(lengths))
     return [q, k, v, mask, leaf(1, 1, 4, 97, 101), torch.randn(q.shape, device="cuda", generator=rng).to(dtype)]
@@ -43,44 +43,44 @@ def step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair: Tensor, do: Tensor
     return [o, *torch.autograd.grad(o, [q, k, v, pair], do)]
 
 
-def in_torch(monkeypatch: pytest.MonkeyPatch, given: list[Tensor]) -> list[Tensor]:
+def in_torch(monkeypatch: pytest.MonkeyPatch, inputs: list[Tensor]) -> list[Tensor]:
     with monkeypatch.context() as patch:
         patch.setattr(means, "has_kernels", lambda device: False)
-        return step(*given)
+        return step(*inputs)
 
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("every", [0, 1, 3, 140])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_kernels_and_torch_agree(dtype: torch.dtype, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = make(dtype, every)
-    expected = in_torch(monkeypatch, given)
-    assert means.has_kernels(given[0].device)
-    for ours, theirs in zip(step(*given), expected, strict=True):
-        assert testing.relative_error(ours, theirs) < TOLERANCE[dtype]
+    inputs = make(dtype, every)
+    expected = in_torch(monkeypatch, inputs)
+    assert means.has_kernels(inputs[0].device)
+    for actual, reference in zip(step(*inputs), expected, strict=True):
+        assert testing.relative_error(actual, reference) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_captured(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph serves masks with and without empty rows: nothing is asked of the host."""
-    given = make(dtype, 0)
+    inputs = make(dtype, 0)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
-            step(*given)
+            step(*inputs)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step(*given)
+        captured = step(*inputs)
     for every in (3, 0, 1):
         others = make(dtype, every, seed=1 + every)
         with torch.no_grad():
-            for mine, other in zip(given, others, strict=True):
-                mine.copy_(other)
+            for copy, right in zip(inputs, others, strict=True):
+                copy.copy_(right)
         graph.replay()
-        for ours, theirs in zip(captured, in_torch(monkeypatch, others), strict=True):
-            assert testing.relative_error(ours, theirs) < TOLERANCE[dtype]
+        for actual, expected in zip(captured, in_torch(monkeypatch, others), strict=True):
+            assert testing.relative_error(actual, expected) < TOLERANCE[dtype]
 
 
 def test_a_second_derivative_raises() -> None:

@@ -45,9 +45,9 @@ else:
         taken: list[int] = []
         attend = in_place.attend
 
-        def counted(function: Call, q: Tensor, *rest: object, **options: object) -> Tensor:
+        def counted(function: Call, q: Tensor, *args: object, **options: object) -> Tensor:
             taken.append(q.ndim - 3)
-            return attend(function, q, *rest, **options)  # type: ignore[arg-type]
+            return attend(function, q, *args, **options)  # type: ignore[arg-type]
 
         monkeypatch.setattr(in_place, "attend", counted)
         monkeypatch.setattr(means, "has_kernels", lambda device: True)
@@ -106,12 +106,12 @@ else:
         """Both agree, and the kernels ran."""
         expected = in_torch(call, *arguments)
         assert calls == []
-        made = step(call, *arguments)  # type: ignore[arg-type]
+        output = step(call, *arguments)  # type: ignore[arg-type]
         assert calls
-        for ours, theirs in zip(made, expected, strict=True):
-            assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
-            assert testing.relative_error(ours, theirs) < TOLERANCE[ours.dtype]
-        return made
+        for actual, reference in zip(output, expected, strict=True):
+            assert actual.dtype == reference.dtype and actual.shape == reference.shape
+            assert testing.relative_error(actual, reference) < TOLERANCE[actual.dtype]
+        return output
 
     @pytest.mark.parametrize(
         ("kind", "pair"),
@@ -195,7 +195,7 @@ else:
         v = v.detach().permute(1, 0, 3, 2, 4).contiguous().permute(1, 0, 3, 2, 4).requires_grad_()
         compare(calls, attention, q, k, v, [mask.expand(2, 5, 1, 1, 9), pair])
         calls.clear()
-        compare(calls, lambda *given: attention(*given).sum((-1, -2)), q, k, v, [mask, pair])
+        compare(calls, lambda *args: attention(*args).sum((-1, -2)), q, k, v, [mask, pair])
 
     def far_apart(x: Tensor, axis: int) -> Tensor:
         """A copy whose indices of an axis lie more than 2^30 elements apart. The memory between is never touched."""
@@ -223,8 +223,8 @@ else:
             return [alive, stats, means, o, *gradients]
 
         far = [far_apart(x, axis) for x in (mask, *near)]
-        for one, other in zip(run(*far), run(mask, *near), strict=True):
-            assert torch.equal(one, other)
+        for value, right in zip(run(*far), run(mask, *near), strict=True):
+            assert torch.equal(value, right)
 
     @pytest.mark.slow
     def test_one_tensor_for_all(calls: list[int]) -> None:
@@ -250,22 +250,22 @@ else:
             attend = functools.partial(api.evoformer_attention, layout=layout)  # type: ignore[call-overload]
             return means.with_means(attend, q, k, v, *biases[:2], None, layout, biases[2])
 
-        def keeping(*given: Any) -> Tensor:
+        def keeping(*args: Any) -> Tensor:
             """With copies of what is saved, as when it is moved to another device and back."""
             with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
-                return call(*given)
+                return call(*args)
 
-        made = compare(calls, call, q, k, v, [mask, pair, gate])
-        assert made[-1].abs().amax(-1).min() > 0
-        for one, other in zip(made, step(keeping, q, k, v, [mask, pair, gate]), strict=True):
-            torch.testing.assert_close(one, other)
+        output = compare(calls, call, q, k, v, [mask, pair, gate])
+        assert output[-1].abs().amax(-1).min() > 0
+        for a, b in zip(output, step(keeping, q, k, v, [mask, pair, gate]), strict=True):
+            torch.testing.assert_close(a, b)
 
     def test_cuequivariance(calls: list[int]) -> None:
         """Masked keys of an empty row pass a gradient on to v alone."""
         q, k, v, (mask, pair) = make("some")
-        keep = mask.detach() == 0
-        made = compare(calls, lambda q, k, v, biases: triangle_attention(q, k, v, biases[1], keep), q, k, v, [None, pair])
-        assert made[1][0, 0].abs().max() == 0 and made[3][0, 0].abs().min() > 0
+        allowed = mask.detach() == 0
+        output = compare(calls, lambda q, k, v, biases: triangle_attention(q, k, v, biases[1], allowed), q, k, v, [None, pair])
+        assert output[1][0, 0].abs().max() == 0 and output[3][0, 0].abs().min() > 0
 
     @pytest.mark.slow
     def test_a_graph_that_is_kept_and_a_second_derivative(calls: list[int]) -> None:
@@ -281,8 +281,8 @@ else:
     def test_checkpointed(calls: list[int]) -> None:
         q, k, v, biases = make()
 
-        def recomputed(*given: object) -> Tensor:
-            return torch.utils.checkpoint.checkpoint(attention, *given, use_reentrant=False)  # type: ignore[no-any-return]
+        def recomputed(*args: object) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(attention, *args, use_reentrant=False)  # type: ignore[no-any-return]
 
         compare(calls, recomputed, q, k, v, biases)
 

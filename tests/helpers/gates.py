@@ -102,7 +102,7 @@ class Gated:
         do = torch.randn(shape, generator=random).to(device, self.dtype) if self.do else None
         dlse = torch.randn(shape[:-1], generator=random).to(device) if self.dlse else None
         cotangents = Cotangents(do, dlse)
-        exact = _dense(inputs, cotangents, torch.float64)
+        expected = _dense(inputs, cotangents, torch.float64)
         rough = _dense(inputs, cotangents, self.dtype)
         pair = inputs.pair_bias
         if pair is not None and self.swallowed:
@@ -111,10 +111,10 @@ class Gated:
         actual = self._run(backend, inputs._replace(pair_bias=pair), cotangents, needs)
         wrong = []
         for name, value in actual.items():
-            size = exact[name].abs().max().item()
-            budget = _TIMES_DENSE * (rough[name].double() - exact[name]).abs().max().item()
+            size = expected[name].abs().max().item()
+            budget = _TIMES_DENSE * (rough[name].double() - expected[name]).abs().max().item()
             budget += _ROUNDINGS * torch.finfo(value.dtype).eps * size
-            error = (value.double() - exact[name]).abs().max().item()
+            error = (value.double() - expected[name]).abs().max().item()
             if not error <= budget:
                 wrong.append(f"{name}: off by {error:.2e}, allowed {budget:.2e}, largest {size:.2e}")
         return wrong

@@ -42,12 +42,12 @@ class Dense:
 
     def layer(self, dtype: torch.dtype = torch.float64) -> nn.Module:
         """The layer with parameters that are far from 0."""
-        made, rng = self.make(), torch.Generator().manual_seed(1)
-        for name, x in made.named_parameters():
+        module, rng = self.make(), torch.Generator().manual_seed(1)
+        for name, x in module.named_parameters():
             noise = torch.randn(x.shape, generator=rng, dtype=torch.float64)
             values = 0.3 * noise + name.endswith("weight") if x.ndim == 1 else noise / x.shape[-1] ** 0.5
             x.data = values.to(dtype)
-        return made
+        return module
 
     def arguments(self, dtype: torch.dtype = torch.float64, empty: bool = True) -> tuple[list[Tensor], Tensor]:
         """Inputs and the mask, which may leave rows without a key."""

@@ -66,35 +66,35 @@ def edges(*lead: int) -> Tensor:
     return (torch.rand(*lead, 7, 7, generator=torch.Generator().manual_seed(5)) > 0.3).double()
 
 
-def gradients(made: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    cotangent = torch.randn(made.shape, generator=torch.Generator().manual_seed(3), dtype=made.dtype)
-    return [made, *torch.autograd.grad(made, leaves, cotangent)]
+def gradients(output: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=output.dtype)
+    return [output, *torch.autograd.grad(output, leaves, cotangent)]
 
 
-def outcome(block: Any, given: Sequence[Tensor | None], *more: Any, **options: Any) -> list[Tensor]:
+def outcome(block: Any, inputs: Sequence[Tensor | None], *more: Any, **options: Any) -> list[Tensor]:
     """Outputs, the next random number, and gradients for `given` and all parameters."""
     torch.manual_seed(3)
-    leaves = [None if x is None else x.detach().clone().requires_grad_() for x in given]
-    made = block(*leaves, *more, **options)
-    outputs = [x for x in (made if isinstance(made, tuple) else (made,)) if x is not None]
+    leaves = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
+    output = block(*leaves, *more, **options)
+    outputs = [x for x in (output if isinstance(output, tuple) else (output,)) if x is not None]
     after = torch.rand(3).double()  # to be compared as closely as all else
     total = sum((x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape)).sum() for x in outputs)
     used = [x for x in (*leaves, *block.parameters()) if x is not None]
     return [*outputs, after, *torch.autograd.grad(total, used)]  # type: ignore[arg-type]
 
 
-def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor], limit: float = 1e-9) -> None:
+def assert_close(actual: Sequence[Tensor], expected: Sequence[Tensor], limit: float = 1e-9) -> None:
     """`limit` is that of float64."""
-    for one, other in zip(found, expected, strict=True):
-        tolerance = limit if one.dtype == torch.float64 else 2e-4
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    for x, y in zip(actual, expected, strict=True):
+        tolerance = limit if x.dtype == torch.float64 else 2e-4
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
-def assert_equal_gradients(theirs: nn.Module, made: Any, x: Tensor, *more: Tensor | None) -> None:
+def assert_equal_gradients(original: nn.Module, replaced: Any, x: Tensor, *more: Tensor | None) -> None:
     """Outputs and all gradients, of x and of every parameter, are equal. `made` is a module, or calls `theirs`."""
-    parameters = list((made if isinstance(made, nn.Module) else theirs).parameters())
-    found = gradients(made(x, *more), [x, *parameters])
-    assert_close(found, gradients(theirs(x, *more), [x, *theirs.parameters()]), 1e-10)
+    parameters = list((replaced if isinstance(replaced, nn.Module) else original).parameters())
+    actual = gradients(replaced(x, *more), [x, *parameters])
+    assert_close(actual, gradients(original(x, *more), [x, *original.parameters()]), 1e-10)
 
 
 class Doubled(nn.Module):
@@ -108,13 +108,13 @@ class Doubled(nn.Module):
         return self.base(x) * self.scale  # type: ignore[no-any-return]
 
 
-def assert_wrapped(theirs: nn.Module, made: nn.Module, check: Callable[[], None]) -> None:
+def assert_wrapped(original: nn.Module, replaced: nn.Module, check: Callable[[], None]) -> None:
     """`check` passes with an adapter around each norm and projection, one at a time, after the layer was replaced."""
-    for path, child in list(theirs.named_modules()):
+    for path, child in list(original.named_modules()):
         if not isinstance(child, nn.Linear | nn.LayerNorm):
             continue
         parent, _, name = path.rpartition(".")
-        holders = [x.get_submodule(parent) for x in (theirs, made)]
+        holders = [x.get_submodule(parent) for x in (original, replaced)]
         kept = [getattr(x, name) for x in holders]
         for holder, module in zip(holders, kept, strict=True):
             setattr(holder, name, Doubled(module))

@@ -120,12 +120,12 @@ def stand_in() -> None:
     for kind, name in names.items():
         LAYERS[f"{kind.__module__}.{kind.__qualname__}"] = LAYERS[name]
 
-    def make(theirs: Any) -> nn.Module:
-        ours = AttentionPairBias(SINGLE, CHANNELS, 4, 2)
-        ours._modules.update(theirs._modules)
-        return ours
+    def make(client: Any) -> nn.Module:
+        layer = AttentionPairBias(SINGLE, CHANNELS, 4, 2)
+        layer._modules.update(client._modules)
+        return layer
 
-    LAYERS[f"{__name__}.Track"] = KnownLayer(make, "", "", lambda ours, *given, **named: ours(*given, **named))
+    LAYERS[f"{__name__}.Track"] = KnownLayer(make, "", "", lambda layer, *args, **named: layer(*args, **named))
     of_pairs = f"{openfold3}.latent.base_blocks.PairBlock"
     BLOCKS[f"{Pairs.__module__}.Pairs"], KINDS[f"{Pairs.__module__}.Pairs"] = BLOCKS[of_pairs], KINDS[of_pairs]
     KINDS[f"{__name__}.Block"] = KINDS[f"{openfold3}.latent.pairformer.PairFormerBlock"]
@@ -137,10 +137,10 @@ def stand_in() -> None:
 
 def stack(make: Callable[[], nn.Module]) -> Any:
     torch.manual_seed(1)
-    made = Stack(make).double()
-    for x in made.parameters():
+    distributed = Stack(make).double()
+    for x in distributed.parameters():
         nn.init.normal_(x, std=0.3)
-    return made
+    return distributed
 
 
 def outcome(model: nn.Module, seed: int) -> list[Tensor]:
@@ -153,57 +153,57 @@ def outcome(model: nn.Module, seed: int) -> list[Tensor]:
     for x in model.parameters():
         x.grad = None
     torch.manual_seed(seed)
-    made = model(s, z, mask, mask[:, :, None] * mask[:, None])
+    distributed = model(s, z, mask, mask[:, :, None] * mask[:, None])
     after = torch.rand(3, dtype=torch.float64)
-    torch.autograd.backward(made, cotangents)
-    found = [x.grad for x in (s, z, *model.parameters())]
-    return [*(x.detach() for x in made), after, *(x for x in found if x is not None)]
+    torch.autograd.backward(distributed, cotangents)
+    actual = [x.grad for x in (s, z, *model.parameters())]
+    return [*(x.detach() for x in distributed), after, *(x for x in actual if x is not None)]
 
 
-def worst(found: list[Tensor], expected: list[Tensor]) -> float:
-    return max(((x - y).abs().max() / y.abs().max().clamp(min=1)).item() for x, y in zip(found, expected, strict=True))
+def worst(actual: list[Tensor], expected: list[Tensor]) -> float:
+    return max(((x - y).abs().max() / y.abs().max().clamp(min=1)).item() for x, y in zip(actual, expected, strict=True))
 
 
 CASES = [("Layer", Layer), ("Block", Block), ("Pairs", Pairs)]
 
 
 def a_forward(mesh: Any) -> float:
-    theirs = stack(Block).eval()
-    made = copy.deepcopy(theirs)
-    distribute(made, mesh)
-    return worst(outcome(made, 3), outcome(theirs, 3))
+    original = stack(Block).eval()
+    distributed = copy.deepcopy(original)
+    distribute(distributed, mesh)
+    return worst(outcome(distributed, 3), outcome(original, 3))
 
 
 def all_errors(mesh: Any) -> dict[str, float]:
     errors = {}
     rank = mesh.get_local_rank()
     for name, make in CASES:
-        theirs = stack(make)
-        made = copy.deepcopy(theirs)
-        assert distribute(made, mesh) == ["blocks.0", "blocks.1", "alone"]
-        expected = outcome(theirs.eval(), 3)
-        errors[name] = worst(outcome(made.eval(), 3), expected)
-        twice = copy.deepcopy(theirs)
+        original = stack(make)
+        distributed = copy.deepcopy(original)
+        assert distribute(distributed, mesh) == ["blocks.0", "blocks.1", "alone"]
+        expected = outcome(original.eval(), 3)
+        errors[name] = worst(outcome(distributed.eval(), 3), expected)
+        twice = copy.deepcopy(original)
         replace(twice)
         distribute(twice, mesh)
         errors[f"{name}, replaced"] = worst(outcome(twice, 3), expected)
-        expected = outcome(theirs.train(), 3)
-        drawn = outcome(made.train(), 3 + rank)  # the first process draws for all
+        expected = outcome(original.train(), 3)
+        drawn = outcome(distributed.train(), 3 + rank)  # the first process draws for all
         errors[f"{name}, training"] = worst([*drawn[:2], *drawn[3:]], [*expected[:2], *expected[3:]])
         if make is not Pairs:
-            for made.checkpointed in (False, True):
-                errors[f"{name}, checkpoint, reentrant={made.checkpointed}"] = worst(outcome(made, 3), expected)
+            for distributed.checkpointed in (False, True):
+                errors[f"{name}, checkpoint, reentrant={distributed.checkpointed}"] = worst(outcome(distributed, 3), expected)
     return errors
 
 
 def gathers(mesh: Any) -> dict[str, int]:
     """Tensors that leave the blocks of a stack and a block alone: s and z, twice."""
-    made, counts = stack(Layer).eval(), collections.Counter[str]()
-    distribute(made, mesh)
-    for name, block in (("between", made.blocks[0]), ("last", made.blocks[1]), ("alone", made.alone)):
+    distributed, counts = stack(Layer).eval(), collections.Counter[str]()
+    distribute(distributed, mesh)
+    for name, block in (("between", distributed.blocks[0]), ("last", distributed.blocks[1]), ("alone", distributed.alone)):
         block.register_forward_hook(lambda _, __, out, name=name: counts.update({name: sum(type(x) is Tensor for x in out)}))
     with torch.no_grad():
-        outcome_of = made(
+        outcome_of = distributed(
             torch.zeros(1, LENGTH, SINGLE).double(), torch.zeros(1, LENGTH, LENGTH, CHANNELS).double(),
             torch.ones(1, LENGTH).double(), torch.ones(1, LENGTH, LENGTH).double(),
         )  # fmt: skip
@@ -212,13 +212,13 @@ def gathers(mesh: Any) -> dict[str, int]:
 
 
 def refused(mesh: Any) -> dict[str, str]:
-    made = stack(Layer)
-    distribute(made, mesh)
+    distributed = stack(Layer)
+    distribute(distributed, mesh)
     changed = stack(Layer)
     changed.alone.tri_att_start = nn.Linear(3, 3)
     calls: dict[str, Callable[[], Any]] = {
-        "twice": lambda: distribute(made, mesh),
-        "copied": lambda: copy.deepcopy(made),
+        "twice": lambda: distribute(distributed, mesh),
+        "copied": lambda: copy.deepcopy(distributed),
         "unknown": lambda: distribute(nn.Linear(3, 3), mesh),
         "a layer": lambda: distribute(changed, mesh),
     }
@@ -242,12 +242,12 @@ def measure(which: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return distributed.results(measure, tmp_path_factory.mktemp("few"), "few", processes=PROCESSES)
 
 
-def test_outputs_and_all_gradients(found: list[Any]) -> None:
-    for each in found:
+def test_outputs_and_all_gradients(measured: list[Any]) -> None:
+    for each in measured:
         assert each["error"] < 1e-10
 
 
@@ -260,12 +260,12 @@ def test_all_blocks(tmp_path: pathlib.Path) -> None:
             assert error < 1e-10, name
 
 
-def test_blocks_of_a_stack_pass_on_parts(found: list[Any]) -> None:
-    assert found[0]["gathers"] == {"between": 0, "last": 2, "alone": 2}
+def test_blocks_of_a_stack_pass_on_parts(measured: list[Any]) -> None:
+    assert measured[0]["gathers"] == {"between": 0, "last": 2, "alone": 2}
 
 
-def test_what_is_refused(found: list[Any]) -> None:
-    assert found[0]["refused"] == {
+def test_what_is_refused(measured: list[Any]) -> None:
+    assert measured[0]["refused"] == {
         "twice": "blocks.0 is distributed already: call distribute once for a model",
         "copied": "a distributed block cannot be copied: copy the model before evoattn.nn.distribute",
         "unknown": "no pair block of Linear is known: distribute takes models of openfold3, boltz, tests",

@@ -31,10 +31,10 @@ def test_in_place(layer: nn.Module, hooked: bool) -> None:
         handle = next(x for x in layer.modules() if type(x) is nn.Linear).register_forward_hook(lambda *_: None)
         if not hooked:
             handle.remove()
-        made = layer(z, mask, in_place=True)
+        output = layer(z, mask, in_place=True)
         handle.remove()
-    assert made is z
-    torch.testing.assert_close(made, right, rtol=1e-6, atol=1e-6)
+    assert output is z
+    torch.testing.assert_close(output, right, rtol=1e-6, atol=1e-6)
 
 
 def test_z_keeps_its_numbers_otherwise(layer: nn.Module) -> None:

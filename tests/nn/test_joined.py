@@ -23,8 +23,8 @@ def joined(*rows: int) -> Tensor:
 
 def parts(x: Tensor, across: bool = False) -> list[Tensor]:
     """q, k and v `[*, H, C]`, the columns of x."""
-    found = [x[..., i * H * C : (i + 1) * H * C].unflatten(-1, (H, C)) for i in range(3)]
-    return [y.transpose(1, 2) for y in found] if across else found
+    columns = [x[..., i * H * C : (i + 1) * H * C].unflatten(-1, (H, C)) for i in range(3)]
+    return [y.transpose(1, 2) for y in columns] if across else columns
 
 
 X = joined(2, 5, 7)
@@ -44,16 +44,16 @@ OTHERS = {
 }
 
 
-def gradients(given: list[Tensor], *biases: Tensor, **options: Any) -> list[Tensor]:
+def gradients(tensors: list[Tensor], *biases: Tensor, **options: Any) -> list[Tensor]:
     """Those of q, k and v, and of a pair bias."""
-    inputs = [x.detach().requires_grad_() for x in given]
+    inputs = [x.detach().requires_grad_() for x in tensors]
     o = evoformer_attention(*inputs, pair_bias=(*biases, None)[0], **options)
     do = torch.randn(o.shape, generator=torch.Generator().manual_seed(0))
     return list(torch.autograd.grad(o, [*inputs, *biases], do))
 
 
-def contiguous(given: list[Tensor]) -> list[Tensor]:
-    return [x.contiguous() for x in given]
+def contiguous(inputs: list[Tensor]) -> list[Tensor]:
+    return [x.contiguous() for x in inputs]
 
 
 def memory(x: Tensor) -> int:
@@ -63,9 +63,9 @@ def memory(x: Tensor) -> int:
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
 def test_what_is_no_columns(other: list[Tensor]) -> None:
     """Each gradient has memory of its own."""
-    found = gradients(other)
-    assert len({memory(x) for x in found}) == 3
-    for x, y in zip(found, gradients(contiguous(other)), strict=True):
+    actual = gradients(other)
+    assert len({memory(x) for x in actual}) == 3
+    for x, y in zip(actual, gradients(contiguous(other)), strict=True):
         assert torch.equal(x, y)
 
 
@@ -74,23 +74,23 @@ def test_what_is_no_columns(other: list[Tensor]) -> None:
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 def test_gradients_are_columns_of_one_tensor(backend: str, across: bool) -> None:
     """They lie as q, k and v do, and nobody touches the other columns."""
-    given, length = parts(joined(2, 5, 7), across), 5 if across else 7
+    inputs, length = parts(joined(2, 5, 7), across), 5 if across else 7
     pair_bias = torch.randn(2, 1, H, length, length, requires_grad=True)
-    found = gradients(given, pair_bias, backend=backend)
-    for x, y in zip(found, gradients(contiguous(given), pair_bias, backend=backend), strict=True):
+    actual = gradients(inputs, pair_bias, backend=backend)
+    for x, y in zip(actual, gradients(contiguous(inputs), pair_bias, backend=backend), strict=True):
         assert torch.equal(x, y)
-    assert [(x.storage_offset(), x.stride()) for x in found[:3]] == [(x.storage_offset(), x.stride()) for x in given]
-    assert len({memory(x) for x in found[:3]}) == 1
-    assert found[0].untyped_storage().nbytes() == 70 * WIDTH * 4
-    assert bool(found[0].as_strided((70, 16), (WIDTH, 1), 3 * H * C).isnan().all())
+    assert [(x.storage_offset(), x.stride()) for x in actual[:3]] == [(x.storage_offset(), x.stride()) for x in inputs]
+    assert len({memory(x) for x in actual[:3]}) == 1
+    assert actual[0].untyped_storage().nbytes() == 70 * WIDTH * 4
+    assert bool(actual[0].as_strided((70, 16), (WIDTH, 1), 3 * H * C).isnan().all())
 
 
 def test_channels_may_differ() -> None:
     x = joined(2, 5, 7)
     q, k, v = (x[..., at : at + H * c].unflatten(-1, (H, c)) for at, c in ((32, C), (64, C), (0, C // 2)))
-    found = gradients([q, k, v])
-    assert [(x.storage_offset(), x.stride()) for x in found] == [(x.storage_offset(), x.stride()) for x in (q, k, v)]
-    assert len({memory(x) for x in found}) == 1
+    actual = gradients([q, k, v])
+    assert [(x.storage_offset(), x.stride()) for x in actual] == [(x.storage_offset(), x.stride()) for x in (q, k, v)]
+    assert len({memory(x) for x in actual}) == 1
 
 
 def test_a_gradient_that_is_not_wanted_has_no_columns() -> None:
@@ -111,10 +111,10 @@ class Projected:
     @classmethod
     def make(cls) -> Projected:
         linears = [torch.nn.Linear(16, size, bias=False) for size in (32, 32, 32, 3)]
-        made = cls(project(torch.randn(2, 6, 6, 16), None, linears))
-        node: Any = made.outputs[0].grad_fn
-        node.next_functions[0][0].register_prehook(made._keep)
-        return made
+        projected = cls(project(torch.randn(2, 6, 6, 16), None, linears))
+        node: Any = projected.outputs[0].grad_fn
+        node.next_functions[0][0].register_prehook(projected._keep)
+        return projected
 
     def _keep(self, gradients: tuple[Tensor, ...]) -> None:
         self.gradient = gradients[0].view(72, WIDTH_OF_PRODUCT)
@@ -130,39 +130,39 @@ WIDTH_OF_PRODUCT = 100
 @pytest.mark.parametrize("hook", [False, True])
 def test_gradients_in_columns_are_not_copied(hook: bool) -> None:
     """They are the gradient of the product, and what a hook has put elsewhere is copied there."""
-    made, seen = Projected.make(), {}
-    for name, x in zip("qkv", made.outputs, strict=False):
+    projected, seen = Projected.make(), {}
+    for name, x in zip("qkv", projected.outputs, strict=False):
         x.register_hook(lambda dx, name=name: seen.update({name: dx}))
     if hook:
-        made.outputs[1].register_hook(lambda dx: seen.update(k=2 * dx) or seen["k"])
-    made.attend().backward()
-    assert made.gradient is not None and made.gradient.data_ptr() == seen["q"].data_ptr()
+        projected.outputs[1].register_hook(lambda dx: seen.update(k=2 * dx) or seen["k"])
+    projected.attend().backward()
+    assert projected.gradient is not None and projected.gradient.data_ptr() == seen["q"].data_ptr()
     wanted = torch.cat([seen[name].view(72, 32) for name in "qkv"], 1)
-    assert torch.equal(made.gradient[:, :96], wanted)
-    assert torch.equal(made.gradient[:, 96:], torch.tensor([1.0, 1, 1, 0]).expand(72, -1))
+    assert torch.equal(projected.gradient[:, :96], wanted)
+    assert torch.equal(projected.gradient[:, 96:], torch.tensor([1.0, 1, 1, 0]).expand(72, -1))
 
 
 @pytest.mark.parametrize("missing", range(4))
 def test_gradients_of_their_own_are_joined(missing: int) -> None:
     """Zeros stand for one that there is not."""
-    made = Projected.make()
-    given = [torch.randn_like(x) if i != missing else torch.zeros_like(x) for i, x in enumerate(made.outputs)]
-    some = [i for i in range(4) if i != missing]
-    torch.autograd.backward([made.outputs[i] for i in some], [given[i] for i in some])
-    wanted = torch.cat([*given, torch.zeros(2, 6, 6, 1)], -1).view(72, -1)
-    assert made.gradient is not None and torch.equal(made.gradient, wanted)
+    projected = Projected.make()
+    cotangents = [torch.randn_like(x) if i != missing else torch.zeros_like(x) for i, x in enumerate(projected.outputs)]
+    others = [i for i in range(4) if i != missing]
+    torch.autograd.backward([projected.outputs[i] for i in others], [cotangents[i] for i in others])
+    wanted = torch.cat([*cotangents, torch.zeros(2, 6, 6, 1)], -1).view(72, -1)
+    assert projected.gradient is not None and torch.equal(projected.gradient, wanted)
 
 
 def test_nobody_elses_memory_is_written() -> None:
     """Cotangents are columns of a tensor that is like the gradient of the product, but somebody's own."""
-    made, own = Projected.make(), torch.randn(2, 6, 6, WIDTH_OF_PRODUCT)
+    projected, own = Projected.make(), torch.randn(2, 6, 6, WIDTH_OF_PRODUCT)
     before = own.clone()
     torch.autograd.backward(
-        made.outputs, [own[..., at : at + x.shape[-1]] for at, x in zip((0, 32, 64, 96), made.outputs, strict=True)]
+        projected.outputs, [own[..., at : at + x.shape[-1]] for at, x in zip((0, 32, 64, 96), projected.outputs, strict=True)]
     )
-    assert made.gradient is not None and made.gradient.data_ptr() != own.data_ptr()
+    assert projected.gradient is not None and projected.gradient.data_ptr() != own.data_ptr()
     assert torch.equal(own, before)
-    assert torch.equal(made.gradient[:, :99], own.view(72, -1)[:, :99]) and not made.gradient[:, 99].any()
+    assert torch.equal(projected.gradient[:, :99], own.view(72, -1)[:, :99]) and not projected.gradient[:, 99].any()
 
 
 def test_the_gradient_of_a_slice_stays_as_it_is() -> None:
@@ -178,21 +178,21 @@ def test_pair_biases_of_two_layers_in_one_loss() -> None:
     torch.manual_seed(0)
     layers = [AttentionPairBias(16, 8, 8, no_heads=2) for _ in range(2)]
     z, parameters = torch.randn(1, 9, 9, 8), [layer.linear_z.weight for layer in layers]  # type: ignore[union-attr]
-    ours = [layer.pair_bias(z).movedim(-3, -1) for layer in layers]
+    fused = [layer.pair_bias(z).movedim(-3, -1) for layer in layers]
     plain = [layer.linear_z(layer.layer_norm_z(z)) for layer in layers]  # type: ignore[misc]
-    found, wanted = (torch.autograd.grad(torch.cat(x[::-1], -1).square().mean(), parameters) for x in (ours, plain))
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other)
+    actual, wanted = (torch.autograd.grad(torch.cat(x[::-1], -1).square().mean(), parameters) for x in (fused, plain))
+    for a, b in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("starting", [True, False])
 def test_a_layer_copies_no_gradients_together(starting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = TriangleAttention(16, 8, 4, starting=starting, empty_rows="native")
     z = torch.randn(1, 9, 9, 16, requires_grad=True)
-    made = layer(z)
+    output = layer(z)
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "cat", lambda *given: pytest.fail("gradients are copied together"))
-        made.sum().backward()
+        patch.setattr(torch, "cat", lambda *args: pytest.fail("gradients are copied together"))
+        output.sum().backward()
     assert z.grad is not None
 
 

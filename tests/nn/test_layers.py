@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import evoattn.nn as ours
+import evoattn.nn as evoattn_nn
 from evoattn.nn import attention
 from evoattn.testing import relative_error
 from evoattn.testing.dense_layers import (
@@ -30,7 +30,7 @@ from tests.nn.dense import Dense, leaves_of
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-class Transposed(ours.TriangleAttention):
+class Transposed(evoattn_nn.TriangleAttention):
     """With queries and keys of the pair bias exchanged."""
 
     def forward(self, z: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
@@ -40,14 +40,14 @@ class Transposed(ours.TriangleAttention):
 LAYERS = (
     Dense(
         "triangle, start",
-        lambda: ours.TriangleAttention(12, 6, 4),
+        lambda: evoattn_nn.TriangleAttention(12, 6, 4),
         ((2, 7, 7, 12),),
         (2, 7, 7),
         triangle,
     ),
     Dense(
         "triangle, end",
-        lambda: ours.TriangleAttention(12, 6, 4, starting=False),
+        lambda: evoattn_nn.TriangleAttention(12, 6, 4, starting=False),
         ((2, 7, 7, 12),),
         (2, 7, 7),
         triangle,
@@ -63,42 +63,42 @@ LAYERS = (
     ),
     Dense(
         "multiplication, outgoing",
-        lambda: ours.TriangleMultiplication(12, 10),
+        lambda: evoattn_nn.TriangleMultiplication(12, 10),
         ((2, 7, 7, 12),),
         (2, 7, 7),
         multiplication,
     ),
     Dense(
         "multiplication, incoming",
-        lambda: ours.TriangleMultiplication(12, 10, outgoing=False, bias=False),
+        lambda: evoattn_nn.TriangleMultiplication(12, 10, outgoing=False, bias=False),
         ((2, 7, 7, 12),),
         (2, 7, 7),
         multiplication,
     ),
     Dense(
         "transition, SwiGLU",
-        lambda: ours.Transition(12),
+        lambda: evoattn_nn.Transition(12),
         ((2, 7, 12),),
         (2, 7),
         transition,
     ),
     Dense(
         "transition, ReLU",
-        lambda: ours.Transition(12, 3, activation="relu"),
+        lambda: evoattn_nn.Transition(12, 3, activation="relu"),
         ((2, 5, 7, 12),),
         (2, 5, 7),
         transition,
     ),
     Dense(
         "MSA rows",
-        lambda: ours.MSARowAttentionWithPairBias(12, 10, 6, 4),
+        lambda: evoattn_nn.MSARowAttentionWithPairBias(12, 10, 6, 4),
         ((2, 3, 7, 12), (2, 7, 7, 10)),
         (2, 3, 7),
         rows,
     ),
     Dense(
         "MSA columns",
-        lambda: ours.MSAColumnAttention(12, 6, 4),
+        lambda: evoattn_nn.MSAColumnAttention(12, 6, 4),
         ((2, 5, 7, 12),),
         (2, 5, 7),
         columns,
@@ -106,7 +106,7 @@ LAYERS = (
     ),
     Dense(
         "MSA columns, global",
-        lambda: ours.MSAColumnGlobalAttention(12, 6, 4),
+        lambda: evoattn_nn.MSAColumnGlobalAttention(12, 6, 4),
         ((2, 5, 7, 12),),
         (2, 5, 7),
         global_columns,
@@ -114,7 +114,7 @@ LAYERS = (
     ),
     Dense(
         "templates",
-        lambda: ours.TemplatePointwiseAttention(10, 12, 6, 4),
+        lambda: evoattn_nn.TemplatePointwiseAttention(10, 12, 6, 4),
         ((2, 3, 5, 7, 10), (2, 5, 7, 12)),
         (2, 3),
         templates,
@@ -122,7 +122,7 @@ LAYERS = (
     ),
     Dense(
         "single track",
-        lambda: ours.AttentionPairBias(12, 10, 6, 4),
+        lambda: evoattn_nn.AttentionPairBias(12, 10, 6, 4),
         ((2, 7, 12), (2, 7, 7, 10)),
         (2, 7),
         pair_biased,
@@ -130,7 +130,7 @@ LAYERS = (
     ),
     Dense(
         "diffusion transformer",
-        lambda: ours.AttentionPairBias(12, 10, 6, 4, c_s=9),
+        lambda: evoattn_nn.AttentionPairBias(12, 10, 6, 4, c_s=9),
         ((2, 3, 7, 12), (2, 1, 7, 7, 10), (2, 3, 7, 9)),
         (2, 3, 7),
         pair_biased,
@@ -143,21 +143,21 @@ EACH_ATTENTION = pytest.mark.parametrize("case", OF_ATTENTION, ids=lambda case: 
 
 def step(call: Callable[..., Tensor], leaves: list[Tensor], inputs: list[Tensor], mask: Tensor) -> list[Tensor]:
     """The output, and the gradients of inputs and parameters for one random cotangent."""
-    made = call(*inputs, mask=mask)
-    cotangent = torch.randn(made.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    return [made, *torch.autograd.grad(made, [*inputs, *leaves], cotangent.to(made))]
+    output = call(*inputs, mask=mask)
+    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return [output, *torch.autograd.grad(output, [*inputs, *leaves], cotangent.to(output))]
 
 
 def truth(case: Dense, layer: nn.Module, inputs: list[Tensor], mask: Tensor, swallowed: bool) -> list[Tensor]:
     """`step` in float64 and dense, from the very numbers that a layer of a narrower dtype has."""
-    wide = [x.detach().double().requires_grad_() for x in inputs]
+    double = [x.detach().double().requires_grad_() for x in inputs]
     reference = case.reference(layer, torch.float64, swallowed)
-    return step(reference, reference.parameters, wide, mask)  # type: ignore[attr-defined]
+    return step(reference, reference.parameters, double, mask)  # type: ignore[attr-defined]
 
 
-def worst(found: list[Tensor], exact: list[Tensor]) -> float:
-    assert all(x.isfinite().all() for x in found)
-    return max(relative_error(x, y) for x, y in zip(found, exact, strict=True))
+def worst(actual: list[Tensor], expected: list[Tensor]) -> float:
+    assert all(x.isfinite().all() for x in actual)
+    return max(relative_error(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 @EACH
@@ -166,8 +166,8 @@ def test_float64(case: Dense, empty: bool) -> None:
     """As dense torch; -1e9 takes 7 digits of the scores of rows without a key, there."""
     layer = case.layer()
     inputs, mask = case.arguments(empty=empty)
-    found = step(layer, leaves_of(layer), inputs, mask)
-    assert worst(found, truth(case, layer, inputs, mask, swallowed=False)) < (1e-6 if empty else 1e-12)
+    actual = step(layer, leaves_of(layer), inputs, mask)
+    assert worst(actual, truth(case, layer, inputs, mask, swallowed=False)) < (1e-6 if empty else 1e-12)
 
 
 @EACH
@@ -176,12 +176,12 @@ def test_narrower_dtypes(case: Dense, dtype: torch.dtype) -> None:
     """No worse than three times what dense torch of the dtype loses; rows without a key have the mean of v."""
     layer = case.layer(dtype)
     inputs, mask = case.arguments(dtype)
-    exact = truth(case, layer, inputs, mask, swallowed=True)
+    expected = truth(case, layer, inputs, mask, swallowed=True)
     reference = case.reference(layer, dtype, swallowed=True)
-    budget = 3 * worst(step(reference, reference.parameters, inputs, mask), exact)  # type: ignore[attr-defined]
-    found = step(layer, leaves_of(layer), inputs, mask)
-    assert {x.dtype for x in found} == {dtype}
-    assert worst(found, exact) < budget < 0.2
+    budget = 3 * worst(step(reference, reference.parameters, inputs, mask), expected)  # type: ignore[attr-defined]
+    actual = step(layer, leaves_of(layer), inputs, mask)
+    assert {x.dtype for x in actual} == {dtype}
+    assert worst(actual, expected) < budget < 0.2
 
 
 @EACH
@@ -191,7 +191,7 @@ def test_autocast(case: Dense, mask_dtype: torch.dtype) -> None:
     layer = case.layer(torch.float32)
     inputs, mask = case.arguments(torch.float32)
     mask = mask.to(mask_dtype)
-    exact = truth(case, layer, inputs, mask, swallowed=True)
+    expected = truth(case, layer, inputs, mask, swallowed=True)
     reference = case.reference(layer, torch.float32, swallowed=True)
 
     def run(call: Any) -> Callable[..., Tensor]:
@@ -201,10 +201,10 @@ def test_autocast(case: Dense, mask_dtype: torch.dtype) -> None:
 
         return under_autocast
 
-    budget = 3 * worst(step(run(reference), reference.parameters, inputs, mask), exact)  # type: ignore[attr-defined]
-    made, *gradients = step(run(layer), leaves_of(layer), inputs, mask)
-    assert made.dtype == torch.bfloat16 and {x.dtype for x in gradients} == {torch.float32}
-    assert worst([made, *gradients], exact) < budget < 0.2
+    budget = 3 * worst(step(run(reference), reference.parameters, inputs, mask), expected)  # type: ignore[attr-defined]
+    output, *gradients = step(run(layer), leaves_of(layer), inputs, mask)
+    assert output.dtype == torch.bfloat16 and {x.dtype for x in gradients} == {torch.float32}
+    assert worst([output, *gradients], expected) < budget < 0.2
 
 
 @EACH
@@ -213,9 +213,9 @@ def test_autocast_to_the_other_16_bits_of_parameters(case: Dense, dtype: torch.d
     layer = case.layer(torch.float16 if dtype == torch.bfloat16 else torch.bfloat16)
     inputs, mask = case.arguments(torch.float32)
     with torch.autocast("cpu", dtype):
-        made, *gradients = step(layer, leaves_of(layer), inputs, mask)
-    assert made.dtype == dtype
-    assert worst([made, *gradients], truth(case, layer, inputs, mask, swallowed=True)) < 0.05
+        output, *gradients = step(layer, leaves_of(layer), inputs, mask)
+    assert output.dtype == dtype
+    assert worst([output, *gradients], truth(case, layer, inputs, mask, swallowed=True)) < 0.05
 
 
 @EACH
@@ -223,8 +223,8 @@ def test_without_a_mask(case: Dense) -> None:
     layer = case.layer()
     inputs, mask = case.arguments()
     nothing = torch.ones_like(mask)
-    found = step(lambda *inputs, mask: layer(*inputs), leaves_of(layer), inputs, nothing)
-    assert worst(found, truth(case, layer, inputs, nothing, swallowed=False)) < 1e-12
+    actual = step(lambda *inputs, mask: layer(*inputs), leaves_of(layer), inputs, nothing)
+    assert worst(actual, truth(case, layer, inputs, nothing, swallowed=False)) < 1e-12
 
 
 @EACH_ATTENTION
@@ -261,7 +261,7 @@ def test_which_attentions_apply_the_gate(case: Dense, empty_rows: str, monkeypat
     monkeypatch.setattr(attention, "evoformer_attention", spy)
     inputs, mask = case.arguments()
     layer(*inputs, mask=mask)
-    assert gates == [case.name in ("triangle, start", "MSA rows") or isinstance(layer, ours.AttentionPairBias)]
+    assert gates == [case.name in ("triangle, start", "MSA rows") or isinstance(layer, evoattn_nn.AttentionPairBias)]
 
 
 @EACH
@@ -270,9 +270,9 @@ def test_compiles_as_one_graph(case: Dense) -> None:
     inputs, mask = case.arguments()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     leaves = leaves_of(layer)
-    found = step(compiled, leaves, inputs, mask)
-    for one, other in zip(found, step(layer, leaves, inputs, mask), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    actual = step(compiled, leaves, inputs, mask)
+    for x, y in zip(actual, step(layer, leaves, inputs, mask), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 @EACH
@@ -283,13 +283,13 @@ def test_no_numbers(case: Dense) -> None:
     expected = step(layer, leaves_of(layer), inputs, mask)
     shapes = [x.detach().to("meta").requires_grad_() for x in inputs]
     empty = copy.deepcopy(layer).to("meta")
-    found = step(empty, leaves_of(empty), shapes, mask.to("meta"))
-    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
+    actual = step(empty, leaves_of(empty), shapes, mask.to("meta"))
+    assert [(x.shape, x.dtype) for x in actual] == [(x.shape, x.dtype) for x in expected]
 
 
 @pytest.mark.slow
 def test_another_length_compiles_nothing_anew() -> None:
-    layer = ours.TriangleAttention(12, 6, 4, starting=False).double()
+    layer = evoattn_nn.TriangleAttention(12, 6, 4, starting=False).double()
     torch._dynamo.reset()  # other tests have compiled the same code
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -307,8 +307,8 @@ def test_checkpoint_is_bit_equal(case: Dense) -> None:
     def again(*inputs: Tensor, mask: Tensor) -> Tensor:
         return checkpoint(layer, *inputs, mask=mask, use_reentrant=False)  # type: ignore[no-any-return]
 
-    for one, other in zip(step(again, leaves, inputs, mask), step(layer, leaves, inputs, mask), strict=True):
-        assert torch.equal(one, other)
+    for x, y in zip(step(again, leaves, inputs, mask), step(layer, leaves, inputs, mask), strict=True):
+        assert torch.equal(x, y)
 
 
 @EACH
@@ -317,12 +317,12 @@ def test_only_what_needs_a_gradient(case: Dense) -> None:
     layer = case.layer()
     inputs, mask = case.arguments()
     leaves = leaves_of(layer)
-    made, *gradients = step(layer, leaves, inputs, mask)
+    output, *gradients = step(layer, leaves, inputs, mask)
     frozen = copy.deepcopy(layer).requires_grad_(False)
-    for one, other in zip(step(frozen, [], inputs, mask)[1:], gradients[: len(inputs)], strict=True):
-        assert torch.equal(one, other)
+    for a, b in zip(step(frozen, [], inputs, mask)[1:], gradients[: len(inputs)], strict=True):
+        assert torch.equal(a, b)
     fixed = [x.detach() for x in inputs]
-    alone = layer(*fixed, mask=mask)
-    cotangent = torch.randn(made.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    for one, other in zip(torch.autograd.grad(alone, leaves, cotangent), gradients[len(inputs) :], strict=True):
-        assert torch.equal(one, other)
+    expected = layer(*fixed, mask=mask)
+    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for a, b in zip(torch.autograd.grad(expected, leaves, cotangent), gradients[len(inputs) :], strict=True):
+        assert torch.equal(a, b)

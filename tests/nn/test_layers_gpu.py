@@ -36,11 +36,11 @@ def test_every_dtype(case: Dense, dtype: torch.dtype) -> None:
     """No worse than three times what dense torch of the dtype loses, and the compiled layer no worse either."""
     layer, inputs, mask = there(case, dtype)
     swallowed = dtype != torch.float64
-    exact = truth(case, layer, inputs, mask, swallowed)
+    expected = truth(case, layer, inputs, mask, swallowed)
     reference = case.reference(layer, dtype, swallowed)
-    budget = 3 * worst(step(reference, reference.parameters, inputs, mask), exact) + 1e-6  # type: ignore[attr-defined]
+    budget = 3 * worst(step(reference, reference.parameters, inputs, mask), expected) + 1e-6  # type: ignore[attr-defined]
     for call in (layer, torch.compile(layer, fullgraph=True)):
-        assert worst(step(call, leaves_of(layer), inputs, mask), exact) < budget < 0.2
+        assert worst(step(call, leaves_of(layer), inputs, mask), expected) < budget < 0.2
 
 
 @EACH
@@ -54,10 +54,10 @@ def test_autocast(case: Dense) -> None:
 
         return run
 
-    exact = truth(case, layer, inputs, mask, swallowed=True)
+    expected = truth(case, layer, inputs, mask, swallowed=True)
     reference = case.reference(layer, torch.float32, swallowed=True)
-    budget = 3 * worst(step(under(reference), reference.parameters, inputs, mask), exact)  # type: ignore[attr-defined]
-    assert worst(step(under(layer), leaves_of(layer), inputs, mask), exact) < budget < 0.2
+    budget = 3 * worst(step(under(reference), reference.parameters, inputs, mask), expected)  # type: ignore[attr-defined]
+    assert worst(step(under(layer), leaves_of(layer), inputs, mask), expected) < budget < 0.2
 
 
 def test_gradients_are_not_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,10 +68,10 @@ def test_gradients_are_not_copied_together(monkeypatch: pytest.MonkeyPatch) -> N
     z, mask = torch.randn(1, 96, 96, 128, device=DEVICE, requires_grad=True), torch.ones(1, 96, 96, device=DEVICE)
     mask[:, :5] = 0
     with torch.autocast(DEVICE, torch.bfloat16):
-        made = layer(z, mask)
+        output = layer(z, mask)
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "cat", lambda *given: pytest.fail("gradients are copied together"))
-        made.float().square().sum().backward()
+        patch.setattr(torch, "cat", lambda *args: pytest.fail("gradients are copied together"))
+        output.float().square().sum().backward()
     assert z.grad is not None
 
 
@@ -83,9 +83,9 @@ def test_checkpoint_is_bit_equal(case: Dense) -> None:
     def again(*inputs: Tensor, mask: Tensor) -> Tensor:
         return checkpoint(layer, *inputs, mask=mask, use_reentrant=False)  # type: ignore[no-any-return]
 
-    found = step(again, leaves_of(layer), inputs, mask)
-    for one, other in zip(found, step(layer, leaves_of(layer), inputs, mask), strict=True):
-        assert torch.equal(one, other)
+    actual = step(again, leaves_of(layer), inputs, mask)
+    for x, y in zip(actual, step(layer, leaves_of(layer), inputs, mask), strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("starting", [True, False])
@@ -101,16 +101,16 @@ def test_a_triangle_of_a_models_size(starting: bool) -> None:
     z = torch.randn(1, 256, 256, 128, device=DEVICE, requires_grad=True)
     kept = (torch.arange(256, device=DEVICE) < 200).double()
     mask = kept[:, None] * kept[None, :]
-    wide = z.detach().double().requires_grad_()
+    double_z = z.detach().double().requires_grad_()
     cotangent = torch.randn_like(z) * mask[..., None].float()
-    exact = double(wide, mask[None])
-    gradients = torch.autograd.grad(exact, [wide, *double.parameters()], cotangent.double())
+    expected = double(double_z, mask[None])
+    gradients = torch.autograd.grad(expected, [double_z, *double.parameters()], cotangent.double())
     inside = mask.bool()
 
     def lost(call: Callable[..., Tensor]) -> float:
         with torch.autocast(DEVICE, torch.bfloat16):
-            made = call(z, mask[None].float())
-        found = torch.autograd.grad(made, [z, *layer.parameters()], cotangent.to(made.dtype))
-        return worst([made[:, inside], *found], [exact[:, inside], *gradients])
+            output = call(z, mask[None].float())
+        actual = torch.autograd.grad(output, [z, *layer.parameters()], cotangent.to(output.dtype))
+        return worst([output[:, inside], *actual], [expected[:, inside], *gradients])
 
     assert lost(layer) < 3 * lost(lambda z, mask: triangle(layer, z, mask=mask, weights=MaskedSoftmax()))

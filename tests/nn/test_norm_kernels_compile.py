@@ -29,7 +29,7 @@ def test_registers_and_loads(arch: str, channels: int) -> None:
         norm_kernels.normalise_backward(dy, x, mean, rstd, scale, shift, (True, True, True))
     assert [kernel.metadata.name for kernel in compiled] == ["norm_kernel", "norm_backward_kernel"]
     for kernel in compiled:
-        made = report(kernel)
-        assert made.spills <= 4 and made.registers <= 128
+        output = report(kernel)
+        assert output.spills <= 4 and output.registers <= 128
         if arch == "sm_90":
             assert "ld.global.v4" in kernel.asm["ptx"] and "atom" not in kernel.asm["ptx"]

@@ -47,17 +47,15 @@ else:
         x, dy = (torch.randn(shape) + 3).to(dtype), torch.randn(shape).to(out)
         scale, shift = torch.randn(2, shape[1])
         leaves = [t.double().requires_grad_() for t in (x, scale, shift)]
-        exact = F.layer_norm(leaves[0], shape[1:], leaves[1], leaves[2])
-        exact = [exact, *torch.autograd.grad(exact, leaves, dy.double())]
+        expected = F.layer_norm(leaves[0], shape[1:], leaves[1], leaves[2])
+        expected = [expected, *torch.autograd.grad(expected, leaves, dy.double())]
         errors = []
         for module in (norm_kernels, project):
-            made, mean, rstd = module.normalise(x, scale, shift, 1e-5, out)
-            found = [made, *module.normalise_backward(dy, x, mean, rstd, scale, shift, (True, True, True))]
-            assert [t.dtype for t in found] == [out, dtype, torch.float32, torch.float32]
-            assert all(t.isfinite().all() for t in found)
-            errors.append(
-                [relative_error(one, other) for one, other in zip(found, exact, strict=True) if other.abs().max() > 0]
-            )
+            output, mean, rstd = module.normalise(x, scale, shift, 1e-5, out)
+            actual = [output, *module.normalise_backward(dy, x, mean, rstd, scale, shift, (True, True, True))]
+            assert [t.dtype for t in actual] == [out, dtype, torch.float32, torch.float32]
+            assert all(t.isfinite().all() for t in actual)
+            errors.append([relative_error(a, b) for a, b in zip(actual, expected, strict=True) if b.abs().max() > 0])
         for kernel, plain in zip(*errors, strict=True):
             assert kernel <= 1.5 * plain + 2e-6
 
@@ -70,12 +68,12 @@ else:
         for needs in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
             results = []
             for module in (norm_kernels, project):
-                made, mean, rstd = module.normalise(x, scale, shift, 1e-5, torch.float32)
-                results.append([made, *module.normalise_backward(dy, x, mean, rstd, scale, shift, needs)])
-            for one, other in zip(*results, strict=True):
-                assert (one is None) == (other is None)
-                if other is not None:
-                    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+                output, mean, rstd = module.normalise(x, scale, shift, 1e-5, torch.float32)
+                results.append([output, *module.normalise_backward(dy, x, mean, rstd, scale, shift, needs)])
+            for a, b in zip(*results, strict=True):
+                assert (a is None) == (b is None)
+                if b is not None:
+                    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
     @pytest.mark.parametrize(("scaled", "shifted"), [(True, False), (False, False)])
     def test_without_scale_or_shift(scaled: bool, shifted: bool) -> None:
@@ -83,12 +81,12 @@ else:
         x, dy, scale = torch.randn(9, 24), torch.randn(9, 24), torch.randn(24) if scaled else None
         results = []
         for module in (norm_kernels, project):
-            made, mean, rstd = module.normalise(x, scale, None, 1e-5, torch.float32)
+            output, mean, rstd = module.normalise(x, scale, None, 1e-5, torch.float32)
             results.append(
-                [made, *module.normalise_backward(dy, x, mean, rstd, scale, None, (True, scaled, False))[: 1 + scaled]]
+                [output, *module.normalise_backward(dy, x, mean, rstd, scale, None, (True, scaled, False))[: 1 + scaled]]
             )
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
     @pytest.mark.parametrize("autocast", [False, True])
     def test_in_a_layer(monkeypatch: pytest.MonkeyPatch, autocast: bool) -> None:
@@ -105,13 +103,13 @@ else:
                 project, "has_kernel", lambda rows, kernels=kernels, called=called: called.append(rows) or kernels
             )
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                made = layer(z) + layer(z.transpose(1, 2)).transpose(1, 2)
-            cotangent = torch.ones_like(made).normal_(generator=torch.Generator().manual_seed(1))
-            results.append([made, *torch.autograd.grad(made, [z, *layer.parameters()], cotangent)])
+                output = layer(z) + layer(z.transpose(1, 2)).transpose(1, 2)
+            cotangent = torch.ones_like(output).normal_(generator=torch.Generator().manual_seed(1))
+            results.append([output, *torch.autograd.grad(output, [z, *layer.parameters()], cotangent)])
             assert len(called) == 6  # two forwards, and two backwards that normalise again
-        exact = copy.deepcopy(layer).double()
-        wide = z.detach().double().requires_grad_()
-        made = exact(wide) + exact(wide.transpose(1, 2)).transpose(1, 2)
-        truth = [made, *torch.autograd.grad(made, [wide, *exact.parameters()], cotangent.double())]
-        ours, plain = (max(map(relative_error, found, truth)) for found in results)
-        assert ours < 3 * plain
+        expected = copy.deepcopy(layer).double()
+        double_z = z.detach().double().requires_grad_()
+        output = expected(double_z) + expected(double_z.transpose(1, 2)).transpose(1, 2)
+        truth = [output, *torch.autograd.grad(output, [double_z, *expected.parameters()], cotangent.double())]
+        fused, plain = (max(map(relative_error, actual, truth)) for actual in results)
+        assert fused < 3 * plain

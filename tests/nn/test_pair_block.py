@@ -51,23 +51,23 @@ def by_hand(layers: PairBlock, z: Tensor, mask: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("options", [{}, {"activation": "relu", "bias": True}], ids=str)
 def test_the_layers_one_after_the_other(options: dict[str, Any], masked: bool) -> None:
-    made, (_, z, _, mask) = block(**options).eval(), inputs()
+    module, (_, z, _, mask) = block(**options).eval(), inputs()
     pair_mask = mask if masked else None
-    found, right = made(z, pair_mask), by_hand(made, z, pair_mask)
-    torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
-    leaves, do = [z, *made.parameters()], torch.randn(z.shape, dtype=z.dtype)
-    for one, other in zip(*(torch.autograd.grad(x, leaves, do) for x in (found, right)), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    actual, right = module(z, pair_mask), by_hand(module, z, pair_mask)
+    torch.testing.assert_close(actual, right, rtol=1e-10, atol=1e-10)
+    leaves, do = [z, *module.parameters()], torch.randn(z.shape, dtype=z.dtype)
+    for a, b in zip(*(torch.autograd.grad(x, leaves, do) for x in (actual, right)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 def test_the_single_track() -> None:
-    made, (s, z, mask, pairs) = pairformer().eval(), inputs()
-    new_s, new_z = made(s, z, mask, pairs)
-    right_z = by_hand(made.pair_stack, z, pairs)
-    right_s = made.single_transition(made.attn_pair_bias(s, right_z, mask=mask))
+    module, (s, z, mask, pairs) = pairformer().eval(), inputs()
+    new_s, new_z = module(s, z, mask, pairs)
+    right_z = by_hand(module.pair_stack, z, pairs)
+    right_s = module.single_transition(module.attn_pair_bias(s, right_z, mask=mask))
     torch.testing.assert_close(new_z, right_z, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(new_s, right_s, rtol=1e-10, atol=1e-10)
-    assert not torch.equal(made.attn_pair_bias(s, right_z, mask=mask), made.attn_pair_bias(s, right_z))
+    assert not torch.equal(module.attn_pair_bias(s, right_z, mask=mask), module.attn_pair_bias(s, right_z))
 
 
 def test_names_are_openfold3s() -> None:
@@ -77,42 +77,42 @@ def test_names_are_openfold3s() -> None:
 
 
 def test_in_place() -> None:
-    made, (s, z, mask, pairs) = pairformer().eval(), inputs()
+    module, (s, z, mask, pairs) = pairformer().eval(), inputs()
     z = z.detach()
     with torch.no_grad():
-        right = made(s, z, mask, pairs)
-        found = made(s, z, mask, pairs, in_place=True)
-    assert found[1] is z and torch.equal(z, right[1]) and torch.equal(found[0], right[0])
+        right = module(s, z, mask, pairs)
+        actual = module(s, z, mask, pairs, in_place=True)
+    assert actual[1] is z and torch.equal(z, right[1]) and torch.equal(actual[0], right[0])
     with pytest.raises(ValueError, match="in_place=True overwrites z"):
-        made(s, z, mask, pairs, in_place=True)
+        module(s, z, mask, pairs, in_place=True)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint(reentrant: bool) -> None:
     """With dropout, whose masks are the same in the second forward."""
-    made, (s, z, mask, pairs) = pairformer(dropout=0.5).train(), inputs()
-    leaves = [s, z, *made.parameters()]
+    module, (s, z, mask, pairs) = pairformer(dropout=0.5).train(), inputs()
+    leaves = [s, z, *module.parameters()]
 
     def gradients(outputs: Any) -> tuple[Tensor, ...]:
         return torch.autograd.grad([x.square().sum() for x in outputs], leaves)
 
     torch.manual_seed(3)
-    expected = gradients(made(s, z, mask, pairs))
+    expected = gradients(module(s, z, mask, pairs))
     if reentrant:  # it cannot be asked by torch.autograd.grad
         torch.manual_seed(3)
-        outputs: Any = checkpoint(made, s, z, mask, pairs, use_reentrant=True)
+        outputs: Any = checkpoint(module, s, z, mask, pairs, use_reentrant=True)
         sum(x.square().sum() for x in outputs).backward()
-        found = tuple(x.grad for x in leaves)
+        actual = tuple(x.grad for x in leaves)
     else:
         torch.manual_seed(3)
-        found = gradients(checkpoint(made, s, z, mask, pairs, use_reentrant=False))
-    for one, other in zip(expected, found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        actual = gradients(checkpoint(module, s, z, mask, pairs, use_reentrant=False))
+    for a, b in zip(expected, actual, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_dropout_only_in_training() -> None:
-    made, (_, z, _, _) = block(dropout=0.5), inputs()
-    assert torch.equal(made.eval()(z), made(z)) and not torch.equal(made.train()(z), made(z))
+    module, (_, z, _, _) = block(dropout=0.5), inputs()
+    assert torch.equal(module.eval()(z), module(z)) and not torch.equal(module.train()(z), module(z))
 
 
 class Half(nn.Module):
@@ -123,45 +123,45 @@ class Half(nn.Module):
 
 
 def test_a_layer_may_be_exchanged_and_hooked() -> None:
-    made, (_, z, _, mask) = block().eval(), inputs()
+    module, (_, z, _, mask) = block().eval(), inputs()
     seen = list[str]()
-    for name, layer in made.named_children():
+    for name, layer in module.named_children():
         layer.register_forward_hook(lambda *_, name=name: seen.append(name))
-    made.tri_att_start = Half()
-    found = made(z, mask)
+    module.tri_att_start = Half()
+    actual = module(z, mask)
     assert seen == ["tri_mul_out", "tri_mul_in", "tri_att_end", "pair_transition"]
-    half = made.tri_mul_in(made.tri_mul_out(z, mask), mask) * 1.5
-    torch.testing.assert_close(found, made.pair_transition(made.tri_att_end(half, mask)))
+    half = module.tri_mul_in(module.tri_mul_out(z, mask), mask) * 1.5
+    torch.testing.assert_close(actual, module.pair_transition(module.tri_att_end(half, mask)))
 
 
 def test_copies_and_compiles() -> None:
-    made, (s, z, mask, pairs) = pairformer().eval(), inputs()
-    expected = made(s, z, mask, pairs)
-    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        assert all(torch.equal(x, y) for x, y in zip(other(s, z, mask, pairs), expected, strict=True))
+    module, (s, z, mask, pairs) = pairformer().eval(), inputs()
+    expected = module(s, z, mask, pairs)
+    for b in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert all(torch.equal(x, y) for x, y in zip(b(s, z, mask, pairs), expected, strict=True))
     torch.compiler.reset()
-    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
-    for one, other in zip(compiled(s, z, mask, pairs), expected, strict=True):
-        torch.testing.assert_close(one, other)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for a, b in zip(compiled(s, z, mask, pairs), expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_errors_name_the_argument() -> None:
-    made, (s, z, mask, pairs) = pairformer(), inputs()
+    module, (s, z, mask, pairs) = pairformer(), inputs()
     with pytest.raises(ValueError, match=r"z must .*got shape \[2, 6, 7, 8\]"):
-        made(s, z[:, :6], mask, pairs)
+        module(s, z[:, :6], mask, pairs)
     with pytest.raises(ValueError, match="dropout must be"):
         PairBlock(dropout=1.0)
 
 
 def test_in_place_is_refused_before_any_work() -> None:
-    made, (_, z, _, mask) = block().eval(), inputs()
+    module, (_, z, _, mask) = block().eval(), inputs()
     z = z.detach()
     before = z.clone()
-    made.tri_att_end = Half()
+    module.tri_att_end = Half()
     with torch.no_grad(), pytest.raises(ValueError, match="but tri_att_end is a Half with residual=None"):
-        made(z, mask, in_place=True)
-    made = block().eval()
-    made.pair_transition.residual = False
+        module(z, mask, in_place=True)
+    module = block().eval()
+    module.pair_transition.residual = False
     with torch.no_grad(), pytest.raises(ValueError, match="but pair_transition is a Transition with residual=False"):
-        made(z, mask, in_place=True)
+        module(z, mask, in_place=True)
     assert torch.equal(z, before)

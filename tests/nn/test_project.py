@@ -41,12 +41,12 @@ def test_one_product_is_each_product(norm: nn.Module | None, sizes: tuple[tuple[
         nn.init.normal_(scale)
     x = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
     leaves = [x, *(p for module in (norm, *modules) if module is not None for p in module.parameters())]
-    found = project(x, norm, modules)
+    actual = project(x, norm, modules)
     expected = [module(x if norm is None else norm(x)) for module in modules]
     cotangents = [torch.randn_like(y) for y in expected]
-    gradients = torch.autograd.grad(found, leaves, cotangents), torch.autograd.grad(expected, leaves, cotangents)
-    for one, other in zip((*found, *gradients[0]), (*expected, *gradients[1]), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(actual, leaves, cotangents), torch.autograd.grad(expected, leaves, cotangents)
+    for a, b in zip((*actual, *gradients[0]), (*expected, *gradients[1]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -80,9 +80,9 @@ def test_a_norm_alone_has_gradients_where_a_kernel_makes_it(monkeypatch: pytest.
     norm, x = nn.LayerNorm(6), torch.randn(2, 5, 6, requires_grad=True)
     nn.init.normal_(norm.weight)
     wanted, cotangent = (x, norm.weight, norm.bias), torch.randn(2, 5, 6)
-    found = torch.autograd.grad(layer_norm(x, norm, torch.float32), wanted, cotangent)
-    for one, other in zip(found, torch.autograd.grad(norm(x), wanted, cotangent), strict=True):
-        torch.testing.assert_close(one, other)
+    actual = torch.autograd.grad(layer_norm(x, norm, torch.float32), wanted, cotangent)
+    for a, b in zip(actual, torch.autograd.grad(norm(x), wanted, cotangent), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_gated_output() -> None:
@@ -96,12 +96,12 @@ def test_gated_output() -> None:
 def test_a_backward_under_autocast_has_the_dtypes_of_its_forward() -> None:
     modules, norm = [nn.Linear(6, 8), nn.Linear(8, 6)], nn.LayerNorm(6)
     x, g = torch.randn(5, 6, requires_grad=True), torch.randn(5, 8, requires_grad=True)
-    made = gated_linear(*project(x, norm, modules[:1]), g, modules[1])
+    output = gated_linear(*project(x, norm, modules[:1]), g, modules[1])
     leaves = [x, g, *modules[0].parameters(), *modules[1].parameters(), *norm.parameters()]
-    expected = torch.autograd.grad(made, leaves, torch.ones_like(made), retain_graph=True)
+    expected = torch.autograd.grad(output, leaves, torch.ones_like(output), retain_graph=True)
     with torch.autocast("cpu", torch.bfloat16):
-        found = torch.autograd.grad(made, leaves, torch.ones_like(made))
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        actual = torch.autograd.grad(output, leaves, torch.ones_like(output))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 1, 3)])
@@ -111,11 +111,11 @@ def test_any_leading_axes_and_any_length(lead: tuple[int, ...], length: int) -> 
     for x in layer.parameters():
         nn.init.normal_(x)
     z, mask = torch.randn(*lead, length, length, 8, dtype=torch.float64), torch.ones(*lead, length, length)
-    made = layer(z, mask)
-    assert made.shape == z.shape
-    ours, theirs = (x.flatten(0, -4) if lead else x[None] for x in (made, z))
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, layer(other))
+    output = layer(z, mask)
+    assert output.shape == z.shape
+    outputs, flat_input = (x.flatten(0, -4) if lead else x[None] for x in (output, z))
+    for a, b in zip(outputs, flat_input, strict=True):
+        torch.testing.assert_close(a, layer(b))
 
 
 @pytest.mark.parametrize("starting", [True, False])
@@ -128,13 +128,13 @@ def test_a_transposed_pair_representation(starting: bool, transpose_bias: bool) 
     z = torch.randn(2, 5, 5, 8, dtype=torch.float64).transpose(1, 2)
     mask = (torch.rand(2, 5, 5) > 0.3).double()
     with Copies() as copies:
-        made = layer(z, mask, transpose_bias=transpose_bias)
-    assert made.transpose(1, 2).is_contiguous() and not copies.of(z)
-    torch.testing.assert_close(made, layer(z.contiguous(), mask, transpose_bias=transpose_bias))
+        output = layer(z, mask, transpose_bias=transpose_bias)
+    assert output.transpose(1, 2).is_contiguous() and not copies.of(z)
+    torch.testing.assert_close(output, layer(z.contiguous(), mask, transpose_bias=transpose_bias))
     other = TriangleAttention(8, 4, 2, starting=not starting).double()
     other.load_state_dict(layer.state_dict())
     torch.testing.assert_close(
-        made, other(z.transpose(1, 2), mask.transpose(1, 2), transpose_bias=transpose_bias).transpose(1, 2)
+        output, other(z.transpose(1, 2), mask.transpose(1, 2), transpose_bias=transpose_bias).transpose(1, 2)
     )
 
 
@@ -146,10 +146,10 @@ class Copies(TorchDispatchMode):
         self.shapes: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        made = function(*arguments, **(named or {}))
+        output = function(*arguments, **(named or {}))
         if function.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten._to_copy):
-            self.shapes.append(tuple(made.shape))
-        return made
+            self.shapes.append(tuple(output.shape))
+        return output
 
     def of(self, z: Tensor) -> bool:
         """Whether something as large as z was copied."""
@@ -194,15 +194,15 @@ def test_what_is_kept_for_the_backward(
     own = {x.untyped_storage().data_ptr() for x in (*inputs, *layer.parameters())}
     kept: dict[int, Tensor] = {}
 
-    def keep(x: Tensor) -> Tensor:
+    def pack(x: Tensor) -> Tensor:
         if x.untyped_storage().data_ptr() not in own:
             kept[x.untyped_storage().data_ptr()] = x
         return x
 
     layer.empty_rows = "native"
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        made = layer(*inputs)
-    assert made.requires_grad
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        output = layer(*inputs)
+    assert output.requires_grad
     weights = sum(x.numel() for x in layer.parameters())
     numbers = sum(x.untyped_storage().nbytes() for x in kept.values()) // 4
     statistics = 2 * sum(x[..., 0].numel() for x in inputs) + 2 * 4 * inputs[0][..., 0].numel()
@@ -213,13 +213,13 @@ def test_what_is_kept_for_the_backward(
 @pytest.mark.parametrize("residual", [True, False])
 def test_dropout_is_shared(shared: int, residual: bool) -> None:
     torch.manual_seed(0)
-    x, made = torch.randn(2, 9, 9, 8), torch.randn(2, 9, 9, 8)
-    found = add_residual(x, made, dropout_mask(made, 0.25, shared), residual=residual) - (x if residual else 0)
-    factor = (found / made).mul(30).round()  # 0 or 4 / 3
+    x, update = torch.randn(2, 9, 9, 8), torch.randn(2, 9, 9, 8)
+    actual = add_residual(x, update, dropout_mask(update, 0.25, shared), residual=residual) - (x if residual else 0)
+    factor = (actual / update).mul(30).round()  # 0 or 4 / 3
     assert set(factor.unique().tolist()) == {0, 40}
     assert (factor == factor.narrow(shared, 0, 1)).all() and 0.1 < (factor == 0).float().mean() < 0.4
     assert (factor != factor[:, :1, :1]).any()
-    assert torch.equal(add_residual(x, made, residual=residual), x + made if residual else made)
+    assert torch.equal(add_residual(x, update, residual=residual), x + update if residual else update)
 
 
 @pytest.mark.parametrize(("starting", "axis"), [(True, -3), (False, -2)])
@@ -230,9 +230,9 @@ def test_dropout_of_a_triangle(starting: bool, axis: int) -> None:
     nn.init.ones_(layer.mha.linear_o.bias)  # its weight is 0: the update is 1 everywhere
     z = torch.randn(1, 6, 6, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        found = layer(z) - z
-    assert found.dtype == torch.float32
-    assert (found.narrow(axis, 0, 1) - found).abs().max() < 1e-6 and 0 < (found.abs() < 1e-6).sum() < found.numel()
+        update = layer(z) - z
+    assert update.dtype == torch.float32
+    assert (update.narrow(axis, 0, 1) - update).abs().max() < 1e-6 and 0 < (update.abs() < 1e-6).sum() < update.numel()
 
 
 NOT_SQUARE = r"z must be \[\*, L, L, 8\], the same L twice, got shape \{}"

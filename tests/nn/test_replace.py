@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import evoattn.nn as ours
+import evoattn.nn as evoattn_nn
 from evoattn.nn.known import LAYERS
 
 
-class Toy(ours.TriangleAttention):
+class Toy(evoattn_nn.TriangleAttention):
     """Stands for OpenFold's: the same parameters, and a forward of its own."""
 
     def __init__(self) -> None:
@@ -48,9 +48,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
 
 def test_parameters_are_shared_and_keep_their_names(model: Model) -> None:
     before = dict(model.named_parameters())
-    own = ours.TriangleAttention(8, 4, 2, starting=False)
+    own = evoattn_nn.TriangleAttention(8, 4, 2, starting=False)
     own.load_state_dict(model.layers[0].state_dict())
-    assert ours.replace(model) == ["layers.0"]
+    assert evoattn_nn.replace(model) == ["layers.0"]
     after = dict(model.named_parameters())
     assert after.keys() == before.keys() == model.state_dict().keys()
     assert all(after[name] is before[name] for name in before)
@@ -64,7 +64,7 @@ def test_parameters_are_shared_and_keep_their_names(model: Model) -> None:
 
 def test_copies_and_compiles(model: Model) -> None:
     """A copy has parameters of its own, and a model that was pickled computes the same."""
-    ours.replace(model)
+    evoattn_nn.replace(model)
     z = torch.randn(1, 5, 5, 8)
     expected = model(z)
     copied = copy.deepcopy(model)
@@ -78,31 +78,31 @@ def test_copies_and_compiles(model: Model) -> None:
 
 def test_what_is_not_known_is_refused(model: Model) -> None:
     with pytest.raises(ValueError, match="no layer of Linear is known"):
-        ours.replace(nn.Linear(3, 3))
-    ours.replace(model)
+        evoattn_nn.replace(nn.Linear(3, 3))
+    evoattn_nn.replace(model)
     with pytest.raises(TypeError, match="does not know the argument 'window'"):
         model.layers[0](torch.randn(1, 5, 5, 8), window=3)
     model.layers[0].mha.q_norm = nn.LayerNorm(4)
     with pytest.raises(ValueError, match="a Toy has other parameters"):
-        ours.replace(model)
+        evoattn_nn.replace(model)
     del model.layers[0].mha.q_norm
     model.layers[0].mha.linear_q.precision = torch.float32
     with pytest.raises(ValueError, match="mha.linear_q is computed in a precision of its own"):
-        ours.replace(model)
+        evoattn_nn.replace(model)
 
 
 class Halved(Toy):
     """Overrides what is called."""
 
-    def forward(self, *given: Any, **named: Any) -> Tensor:  # type: ignore[override]
-        return 0.5 * super().forward(*given, **named)
+    def forward(self, *args: Any, **named: Any) -> Tensor:  # type: ignore[override]
+        return 0.5 * super().forward(*args, **named)
 
 
 class Helped(Toy):
     """Overrides what the forward calls."""
 
-    def _update(self, *given: Any, **named: Any) -> Tensor:
-        return 0.5 * super()._update(*given, **named)
+    def _update(self, *args: Any, **named: Any) -> Tensor:
+        return 0.5 * super()._update(*args, **named)
 
 
 class Named(Toy):
@@ -116,14 +116,14 @@ def test_a_layer_that_overrides_the_clients_forward_is_refused(model: Model) -> 
     for kind, method in ((Halved, "forward"), (Helped, "_update")):
         model.layers[0] = kind()
         with pytest.raises(ValueError, match=f"a {kind.__name__} overrides {method} of {__name__}.Toy"):
-            ours.replace(model)
+            evoattn_nn.replace(model)
         assert type(model.layers[0]) is kind
     model.layers[0] = Toy()
     model.layers[0].forward = lambda *_, **__: None
     with pytest.raises(ValueError, match="a Toy overrides forward"):
-        ours.replace(model)
+        evoattn_nn.replace(model)
     model.layers[0] = Named()
-    assert ours.replace(model) == ["layers.0"] == ours.replace(model)
+    assert evoattn_nn.replace(model) == ["layers.0"] == evoattn_nn.replace(model)
     assert isinstance(model.layers[0], Named) and model.layers[0].title() and type(model.layers[0]).__name__ == "Named"
     model(torch.randn(1, 5, 5, 8))
 
@@ -142,10 +142,10 @@ class Adapted(nn.Module):
 def test_adapters_that_are_added_later(model: Model) -> None:
     """They compute and get gradients, in copies too. The layer may also have had them before it was replaced."""
     z, layer = torch.randn(1, 5, 5, 8), model.layers[0]
-    ours.replace(model)
+    evoattn_nn.replace(model)
     before = layer(z)
     layer.mha.linear_q = Adapted(layer.mha.linear_q)
-    own = ours.TriangleAttention(8, 4, 2, starting=False)
+    own = evoattn_nn.TriangleAttention(8, 4, 2, starting=False)
     own.mha.linear_q = Adapted(own.mha.linear_q)  # type: ignore[assignment]
     own.load_state_dict(layer.state_dict())
     after = layer(z)
@@ -157,26 +157,26 @@ def test_adapters_that_are_added_later(model: Model) -> None:
     with torch.no_grad():
         layer.mha.linear_q.more.weight.zero_()
     assert torch.equal(copied(z), after)
-    assert ours.replace(model) == ["layers.0"]
+    assert evoattn_nn.replace(model) == ["layers.0"]
     assert not torch.equal(layer(z), after)
 
 
 def test_a_projection_that_is_exchanged_before_a_compiled_call(model: Model) -> None:
     z, layer = torch.randn(1, 5, 5, 8), model.layers[0]
-    ours.replace(model)
+    evoattn_nn.replace(model)
     layer.mha.linear_q = nn.Linear(8, 8, bias=False)
     torch.compiler.reset()
-    made = torch.compile(layer, backend="aot_eager")(z)
-    torch.testing.assert_close(made, layer(z))
+    output = torch.compile(layer, backend="aot_eager")(z)
+    torch.testing.assert_close(output, layer(z))
 
 
 @pytest.mark.parametrize(("name", "value"), [("inf", 0.5), ("starting", True)])
 def test_settings_that_are_changed_later(name: str, value: Any, model: Model) -> None:
     """The next call has them, also that of a copy and a compiled one."""
     z, mask, layer = torch.randn(1, 5, 5, 8), torch.eye(5)[None], model.layers[0]
-    own = ours.TriangleAttention(8, 4, 2, starting=False)
+    own = evoattn_nn.TriangleAttention(8, 4, 2, starting=False)
     own.load_state_dict(layer.state_dict())
-    ours.replace(model)
+    evoattn_nn.replace(model)
     torch.compiler.reset()
     calls = (layer, torch.compile(layer, backend="aot_eager"))
     for call in calls:
@@ -200,7 +200,7 @@ class Precise(nn.Linear):
 def test_a_precision_that_is_set_later_is_refused(model: Model) -> None:
     layer = model.layers[0]
     layer.mha.linear_q = Precise()
-    ours.replace(model)
+    evoattn_nn.replace(model)
     layer(torch.randn(1, 5, 5, 8))
     layer.mha.linear_q.precision = torch.float64
     with pytest.raises(ValueError, match="mha.linear_q is computed in a precision of its own"):
@@ -209,20 +209,20 @@ def test_a_precision_that_is_set_later_is_refused(model: Model) -> None:
 
 def replica(module: nn.Module) -> Any:
     """What `DataParallel` makes of a module for another device: here with parameters that are twice as large."""
-    made: Any = module._replicate_for_data_parallel()
+    replicated: Any = module._replicate_for_data_parallel()
     for name, child in module.named_children():
-        made._modules[name] = replica(child)
+        replicated._modules[name] = replica(child)
     for name, x in module._parameters.items():
         if x is None:
-            made._parameters[name] = None
+            replicated._parameters[name] = None
         else:
-            setattr(made, name, 2 * x.detach())
-    return made
+            setattr(replicated, name, 2 * x.detach())
+    return replicated
 
 
 def test_a_replica_computes_with_its_own_parameters(model: Model) -> None:
     z, layer = torch.randn(1, 5, 5, 8), model.layers[0]
-    ours.replace(model)
+    evoattn_nn.replace(model)
     before, own = layer(z), copy.deepcopy(layer)
     with torch.no_grad():
         for x in own.parameters():
@@ -234,7 +234,7 @@ def test_a_replica_computes_with_its_own_parameters(model: Model) -> None:
 def test_hooks_inside_a_replaced_layer(model: Model) -> None:
     """Those on projections run. Those on a module that ours does not call are refused."""
     z, layer, seen = torch.randn(1, 5, 5, 8), model.layers[0], list[str]()
-    ours.replace(model)
+    evoattn_nn.replace(model)
     layer.mha.linear_q.register_forward_hook(lambda *_: seen.append("q"))
     layer(z)
     assert seen == ["q"]
@@ -249,7 +249,7 @@ def test_hooks_inside_a_replaced_layer(model: Model) -> None:
 
 def test_arguments_by_position(model: Model) -> None:
     layer, z, mask = model.layers[0], torch.randn(1, 5, 5, 8), (torch.rand(1, 5, 5) > 0.3).float()
-    ours.replace(model)
+    evoattn_nn.replace(model)
     assert torch.equal(layer(z, mask, 4), layer(x=z, mask=mask))
     with pytest.raises(TypeError, match="does not know the argument 'window'"):
         layer(z, mask, 4, 3)
@@ -276,5 +276,5 @@ class Pairs(nn.Module):
 def test_arguments_of_boltz_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LAYERS, f"{__name__}.Pairs", LAYERS["boltz.model.layers.attentionv2.AttentionPairBias"])
     layer, s, k_in, z, mask = Pairs(), torch.randn(2, 6, 16), torch.randn(2, 6, 16), torch.randn(1, 6, 6, 8), torch.ones(2, 6)
-    ours.replace(layer)
+    evoattn_nn.replace(layer)
     assert torch.equal(layer(s, z, mask, k_in, 2), layer(s, z, mask=mask, k_in=k_in, multiplicity=2))

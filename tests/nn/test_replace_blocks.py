@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import evoattn.nn as ours
+import evoattn.nn as evoattn_nn
 from evoattn.clients import layers
 from evoattn.clients.layers import layer as patched_block
 from evoattn.clients.site import Count
@@ -24,7 +24,7 @@ CALLS: list[str] = []
 """Own forwards of clients' layers that ran."""
 
 
-class Attention(ours.TriangleAttention):
+class Attention(evoattn_nn.TriangleAttention):
     """Stands for OpenFold-3's and Boltz'."""
 
     def __init__(self, starting: bool = True) -> None:
@@ -45,7 +45,7 @@ class Multiplied(Split):
         return super().forward(z, mask)
 
 
-class Wide(ours.Transition):
+class Wide(evoattn_nn.Transition):
     """Stands for a transition of OpenFold-3."""
 
     def __init__(self) -> None:
@@ -178,84 +178,85 @@ OPTIONS: list[dict[str, Any]] = [{"_attn_chunk_size": 4}, {"chunk_size_tri_attn"
 """Arguments that change no answer, of each of `blocks`."""
 
 
-def outcome(block: nn.Module, given: tuple[Tensor, ...], **options: Any) -> list[Tensor]:
+def outcome(block: nn.Module, inputs: tuple[Tensor, ...], **options: Any) -> list[Tensor]:
     """Outputs, the next random number, and gradients."""
     count = 1 if isinstance(block, Pairs) else 2
-    return standins.outcome(block, given[:count], *given[count:], **options)
+    return standins.outcome(block, inputs[:count], *inputs[count:], **options)
 
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("which", [0, 1])
 def test_answers_gradients_and_random_numbers(which: int, training: bool) -> None:
-    theirs = blocks()[which].train(training)
-    made, given = copy.deepcopy(theirs), arguments(theirs)
-    assert "" in ours.replace(made)
-    expected = outcome(theirs, given)
+    original = blocks()[which].train(training)
+    replaced, inputs = copy.deepcopy(original), arguments(original)
+    assert "" in evoattn_nn.replace(replaced)
+    expected = outcome(original, inputs)
     assert CALLS
     CALLS.clear()
     for options in ({}, OPTIONS[which]):
-        assert_close(outcome(made, given, **options), expected)
+        assert_close(outcome(replaced, inputs, **options), expected)
         assert not CALLS
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_mask_of_the_transition(masked: bool) -> None:
-    theirs = blocks()[0].eval()
-    made, given = copy.deepcopy(theirs), arguments(theirs)
-    ours.replace(made)
+    original = blocks()[0].eval()
+    replaced, inputs = copy.deepcopy(original), arguments(original)
+    evoattn_nn.replace(replaced)
     options = {"_mask_trans": masked, "_attn_chunk_size": 4}
     CALLS.clear()
-    found = outcome(made, given, **options)
+    actual = outcome(replaced, inputs, **options)
     assert not CALLS
-    assert_close(found, outcome(theirs, given, **options))
+    assert_close(actual, outcome(original, inputs, **options))
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_z_is_overwritten_only_if_the_client_permits(in_place: bool) -> None:
-    made = blocks()[0].eval()
-    z, mask = arguments(made)
+    replaced = blocks()[0].eval()
+    z, mask = arguments(replaced)
     with torch.no_grad():
-        expected, before = made(z, mask), z.clone()
-        ours.replace(made)
-        found = made(z, mask, inplace_safe=in_place)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    assert (found is z) == in_place and (in_place or torch.equal(z, before))
+        expected, before = replaced(z, mask), z.clone()
+        evoattn_nn.replace(replaced)
+        actual = replaced(z, mask, inplace_safe=in_place)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+    assert (actual is z) == in_place and (in_place or torch.equal(z, before))
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_hooks_and_arguments_that_ours_does_not_know(which: int) -> None:
     """The client's own block runs then, with layers by ours."""
-    theirs = blocks()[which].eval()
-    given, seen = arguments(theirs), list[str]()
-    expected = outcome(theirs, given)
-    ours.replace(theirs)
+    original = blocks()[which].eval()
+    inputs, seen = arguments(original), list[str]()
+    expected = outcome(original, inputs)
+    evoattn_nn.replace(original)
     CALLS.clear()
-    handle = theirs.tri_att_start.register_forward_hook(lambda *_: seen.append("hook"))
-    assert_close(outcome(theirs, given), expected)
+    handle = original.tri_att_start.register_forward_hook(lambda *_: seen.append("hook"))
+    assert_close(outcome(original, inputs), expected)
     assert seen == ["hook"] and not CALLS
     handle.remove()
     handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
-    outcome(theirs, given)
+    outcome(original, inputs)
     handle.remove()
     assert seen.count("Attention") == 2
     if which == 0:
-        assert_close(outcome(theirs, given, window=4), expected)
+        assert_close(outcome(original, inputs, window=4), expected)
 
 
 def test_patched() -> None:
     """It is counted, and so is what is passed on to the client."""
-    theirs, count = blocks()[0].eval(), Count()
-    given, forward = arguments(theirs), patched_block(Pairs.forward, count)
-    expected = theirs(*given)
+    original, count = blocks()[0].eval(), Count()
+    inputs, forward = arguments(original), patched_block(Pairs.forward, count)
+    expected = original(*inputs)
     CALLS.clear()
-    torch.testing.assert_close(forward(theirs, *given), expected)
+    torch.testing.assert_close(forward(original, *inputs), expected)
     assert (count.replaced, dict(count.passed_on)) == (1, {}) and not CALLS
-    torch.testing.assert_close(forward(theirs, given[0], given[1], window=3), expected)
+    torch.testing.assert_close(forward(original, inputs[0], inputs[1], window=3), expected)
     torch.testing.assert_close(
-        forward(theirs, given[0], given[1][:, :1, :1].expand(2, 7, 7)), theirs(given[0], given[1][:, :1, :1].expand(2, 7, 7))
+        forward(original, inputs[0], inputs[1][:, :1, :1].expand(2, 7, 7)),
+        original(inputs[0], inputs[1][:, :1, :1].expand(2, 7, 7)),
     )
-    theirs.pair_transition.register_forward_hook(lambda *_: None)
-    torch.testing.assert_close(forward(theirs, *given), expected)
+    original.pair_transition.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(forward(original, *inputs), expected)
     assert count.replaced == 2
     assert list(count.passed_on) == [
         "evoattn.nn.replace does not know the argument 'window' of this layer",
@@ -266,82 +267,88 @@ def test_patched() -> None:
 class Halved(Pairs):
     """A subclass with a forward of its own."""
 
-    def forward(self, *given: Any, **named: Any) -> Tensor:  # type: ignore[override]
-        return super().forward(*given, **named) / 2
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(*inputs, **named) / 2
 
 
 def test_a_block_with_a_forward_of_its_own_keeps_it() -> None:
     """Its layers are replaced."""
-    theirs = filled(Halved()).eval()
-    given = arguments(Pairs())
-    expected = outcome(theirs, given)
+    original = filled(Halved()).eval()
+    inputs = arguments(Pairs())
+    expected = outcome(original, inputs)
     CALLS.clear()
-    assert sorted(ours.replace(theirs)) == ["pair_transition", "tri_att_end", "tri_att_start", "tri_mul_in", "tri_mul_out"]
-    assert_close(outcome(theirs, given), expected)
+    assert sorted(evoattn_nn.replace(original)) == [
+        "pair_transition",
+        "tri_att_end",
+        "tri_att_start",
+        "tri_mul_in",
+        "tri_mul_out",
+    ]
+    assert_close(outcome(original, inputs), expected)
     assert not CALLS
 
 
 def test_copies_and_settings() -> None:
-    theirs = blocks()[1].eval()
-    given = arguments(theirs)
-    ours.replace(theirs)
-    expected = outcome(theirs, given)
-    for other in (copy.deepcopy(theirs), pickle.loads(pickle.dumps(theirs))):
-        assert_close(outcome(other, given), expected)
-    theirs.train()
-    theirs.dropout = 0.0
-    assert_close(outcome(theirs, given), expected)
-    theirs.transition_z.swiglu.linear_a = nn.Linear(CHANNELS, 2 * CHANNELS, bias=False)
-    assert not torch.equal(outcome(theirs, given)[1], expected[1])
+    original = blocks()[1].eval()
+    inputs = arguments(original)
+    evoattn_nn.replace(original)
+    expected = outcome(original, inputs)
+    for other in (copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
+        assert_close(outcome(other, inputs), expected)
+    original.train()
+    original.dropout = 0.0
+    assert_close(outcome(original, inputs), expected)
+    original.transition_z.swiglu.linear_a = nn.Linear(CHANNELS, 2 * CHANNELS, bias=False)
+    assert not torch.equal(outcome(original, inputs)[1], expected[1])
 
 
 def test_a_mask_with_other_axes_is_left_to_the_client() -> None:
-    theirs, count = blocks()[0].eval(), Count()
-    z, mask = arguments(theirs)
+    original, count = blocks()[0].eval(), Count()
+    z, mask = arguments(original)
     with pytest.raises(ValueError, match="mask"):  # as the stand-in's attention says
-        patched_block(Pairs.forward, count)(theirs, z, mask[0])
+        patched_block(Pairs.forward, count)(original, z, mask[0])
     assert list(count.passed_on) == ["a mask [7, 7] of a pair representation [2, 7, 7, 8]"]
 
 
 def test_a_block_in_float32_on_a_gpu_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "is_float32_on_gpu", lambda _: True)
-    theirs, count = blocks()[0].eval(), Count()
-    given = arguments(theirs)
-    torch.testing.assert_close(patched_block(Pairs.forward, count)(theirs, *given), theirs(*given))
+    original, count = blocks()[0].eval(), Count()
+    inputs = arguments(original)
+    torch.testing.assert_close(patched_block(Pairs.forward, count)(original, *inputs), original(*inputs))
     assert (count.replaced, dict(count.passed_on)) == (0, {layers.WIDE: 1})
 
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_z_of_our_own_is_overwritten_in_inference(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, seen, add_to = blocks()[0].eval(), list[bool](), ours.TriangleAttention.add_to
+    replaced, seen, add_to = blocks()[0].eval(), list[bool](), evoattn_nn.TriangleAttention.add_to
 
-    def watched(self: Any, *given: Any, in_place: bool, **options: Any) -> Tensor:
+    def watched(self: Any, *inputs: Any, in_place: bool, **options: Any) -> Tensor:
         seen.append(in_place)
-        return add_to(self, *given, in_place=in_place, **options)
+        return add_to(self, *inputs, in_place=in_place, **options)
 
-    monkeypatch.setattr(ours.TriangleAttention, "add_to", watched)
-    ours.replace(made)
+    monkeypatch.setattr(evoattn_nn.TriangleAttention, "add_to", watched)
+    evoattn_nn.replace(replaced)
     with torch.set_grad_enabled(grad):
-        made(*arguments(made))
+        replaced(*arguments(replaced))
     assert seen == [not grad] * 2
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_layer_that_is_exchanged_after_replace(which: int) -> None:
     """The client's own block runs then, and ours again when the layer is back."""
-    theirs = blocks()[which].eval()
-    given, kept = arguments(theirs), theirs.tri_mul_in
-    made = copy.deepcopy(theirs)
-    ours.replace(made)
-    own = made.tri_mul_in
+    original = blocks()[which].eval()
+    inputs, kept = arguments(original), original.tri_mul_in
+    replaced = copy.deepcopy(original)
+    evoattn_nn.replace(replaced)
+    own = replaced.tri_mul_in
     for _ in range(2):
-        theirs.tri_mul_in = made.tri_mul_in = Still()
-        expected = outcome(theirs, given)
+        original.tri_mul_in = replaced.tri_mul_in = Still()
+        expected = outcome(original, inputs)
         CALLS.clear()
-        assert_close(outcome(made, given), expected)
+        assert_close(outcome(replaced, inputs), expected)
         assert not CALLS
-        theirs.tri_mul_in, made.tri_mul_in = kept, own
-        assert_close(outcome(made, given), outcome(theirs, given))
+        original.tri_mul_in, replaced.tri_mul_in = kept, own
+        assert_close(outcome(replaced, inputs), outcome(original, inputs))
 
 
 class Still(nn.Module):
@@ -352,39 +359,39 @@ class Still(nn.Module):
 
 
 def test_a_hook_keeps_what_a_module_got() -> None:
-    made = blocks()[0].eval()
-    ours.replace(made)
+    replaced = blocks()[0].eval()
+    evoattn_nn.replace(replaced)
     seen, copies = list[Tensor](), list[Tensor]()
 
-    def keep(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-        seen.append(given[0])
-        copies.append(given[0].clone())
+    def record(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen.append(inputs[0])
+        copies.append(inputs[0].clone())
 
-    hook = made.tri_att_start.layer_norm.register_forward_pre_hook(keep)
+    hook = replaced.tri_att_start.layer_norm.register_forward_pre_hook(record)
     with torch.no_grad():
-        made(*arguments(made))
+        replaced(*arguments(replaced))
     hook.remove()
     assert len(seen) == 1 and torch.equal(seen[0], copies[0])
 
 
 def test_boltz_gives_float32_for_16_bits() -> None:
-    theirs = blocks()[1].eval()
-    s, z, mask, pairs = arguments(theirs)
-    made = copy.deepcopy(theirs)
-    ours.replace(made)
+    original = blocks()[1].eval()
+    s, z, mask, pairs = arguments(original)
+    replaced = copy.deepcopy(original)
+    evoattn_nn.replace(replaced)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        expected, found = theirs(s, z.bfloat16(), mask, pairs), made(s, z.bfloat16(), mask, pairs)
-    assert [x.dtype for x in found] == [x.dtype for x in expected] == [torch.float32] * 2
-    torch.testing.assert_close(found[1], expected[1], rtol=0.1, atol=0.1)
+        expected, actual = original(s, z.bfloat16(), mask, pairs), replaced(s, z.bfloat16(), mask, pairs)
+    assert [x.dtype for x in actual] == [x.dtype for x in expected] == [torch.float32] * 2
+    torch.testing.assert_close(actual[1], expected[1], rtol=0.1, atol=0.1)
 
 
 def test_dropout_that_ours_does_not_know() -> None:
-    theirs = blocks()[0].train()
-    given, made = arguments(theirs), copy.deepcopy(theirs)
-    ours.replace(made)
-    for block in (theirs, made):
+    original = blocks()[0].train()
+    inputs, replaced = arguments(original), copy.deepcopy(original)
+    evoattn_nn.replace(replaced)
+    for block in (original, replaced):
         block.ps_dropout_row_layer.batch_dim = [-2]
     CALLS.clear()
-    outcome(made, given)
+    outcome(replaced, inputs)
     assert not CALLS, "layers are ours"
-    assert_close(outcome(made, given), outcome(theirs, given))
+    assert_close(outcome(replaced, inputs), outcome(original, inputs))

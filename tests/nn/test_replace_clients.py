@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import evoattn
-import evoattn.nn as ours
+import evoattn.nn as evoattn_nn
 from evoattn.clients import patching
 from evoattn.nn.known_blocks import BLOCKS
 from evoattn.testing import relative_error
@@ -27,7 +27,7 @@ def test_names() -> None:
         "a.attn_pair_bias.linear_z.weight": 2,
         "a.attn_pair_bias.layer_norm_a.weight": 3,
     }
-    assert ours.from_openfold3(state) == {  # type: ignore[arg-type]
+    assert evoattn_nn.from_openfold3(state) == {  # type: ignore[arg-type]
         "a.tri_att_start.layer_norm.weight": 0,
         "a.tri_att_start.linear.weight": 1,
         "a.attn_pair_bias.linear_z.weight": 2,
@@ -41,7 +41,7 @@ def test_names_of_boltz() -> None:
     renamed = {f"{prefix}mha.linear_{x}.weight": x for prefix in ("", "b.") for x in "qkvgo"}
     state = {"proj_z.0.bias": 0, "proj_z.1.weight": 1, "b.proj_q.bias": 2, "b.norm_s.weight": 3}
     others = ("b.some_proj_q.weight", "msa.norm_s.weight", "msa.proj_g.weight", "msa.proj_o.weight", "outer.proj_o.bias")
-    assert ours.from_boltz(attention | state | dict.fromkeys(others, 4)) == renamed | {  # type: ignore[arg-type]
+    assert evoattn_nn.from_boltz(attention | state | dict.fromkeys(others, 4)) == renamed | {  # type: ignore[arg-type]
         "layer_norm_z.bias": 0,
         "linear_z.weight": 1,
         "b.mha.linear_q.bias": 2,
@@ -59,42 +59,42 @@ OPENFOLD: dict[str, tuple[str, Callable[[Any], Any], Callable[[], list[Tensor]],
         lambda client: client.TriangleAttentionStartingNode(12, 6, 4),
         lambda: [normal(2, 7, 7, 12)],
         PAIRS,
-        ours.TriangleAttention(12, 6, 4),
+        evoattn_nn.TriangleAttention(12, 6, 4),
     ),
     "triangle, end": (
         "openfold.model.triangular_attention",
         lambda client: client.TriangleAttentionEndingNode(12, 6, 4),
         lambda: [normal(2, 7, 7, 12)],
         PAIRS,
-        ours.TriangleAttention(12, 6, 4, starting=False),
+        evoattn_nn.TriangleAttention(12, 6, 4, starting=False),
     ),
     "MSA rows": (
         "openfold.model.msa",
         lambda client: client.MSARowAttentionWithPairBias(12, 10, 6, 4),
         lambda: [normal(2, 5, 7, 12), normal(2, 7, 7, 10)],
         SEQUENCES,
-        ours.MSARowAttentionWithPairBias(12, 10, 6, 4),
+        evoattn_nn.MSARowAttentionWithPairBias(12, 10, 6, 4),
     ),
     "MSA columns": (
         "openfold.model.msa",
         lambda client: client.MSAColumnAttention(12, 6, 4),
         lambda: [normal(2, 5, 7, 12)],
         SEQUENCES,
-        ours.MSAColumnAttention(12, 6, 4),
+        evoattn_nn.MSAColumnAttention(12, 6, 4),
     ),
     "MSA columns, global": (
         "openfold.model.msa",
         lambda client: client.MSAColumnGlobalAttention(12, 6, 4),
         lambda: [normal(2, 5, 7, 12)],
         SEQUENCES,
-        ours.MSAColumnGlobalAttention(12, 6, 4),
+        evoattn_nn.MSAColumnGlobalAttention(12, 6, 4),
     ),
     "templates": (
         "openfold.model.template",
         lambda client: client.TemplatePointwiseAttention(10, 12, 6, 4, 1e9).train(),
         lambda: [normal(2, 3, 7, 7, 10), normal(2, 7, 7, 12)],
         torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]]).double(),
-        ours.TemplatePointwiseAttention(10, 12, 6, 4),
+        evoattn_nn.TemplatePointwiseAttention(10, 12, 6, 4),
     ),
 }
 """By the layer: its module, what makes it, its inputs, their mask, and our layer."""
@@ -108,54 +108,54 @@ def test_openfold(layer: str, dtype: torch.dtype) -> None:
     Padding is compared in float32 alone: in float64 -1e9 leaves a score of a row without a key seven digits.
     """
     module, make, inputs, mask, own = OPENFOLD[layer]
-    theirs = filled(make(installed(module))).to(dtype)
-    own.to(dtype).load_state_dict(theirs.state_dict())
-    given = [x.detach().to(dtype).requires_grad_() for x in inputs()]
+    original = filled(make(installed(module))).to(dtype)
+    own.to(dtype).load_state_dict(original.state_dict())
+    tensors = [x.detach().to(dtype).requires_grad_() for x in inputs()]
     mask = mask.to(dtype)
-    expected = gradients(theirs(*given, mask), [*given, *theirs.parameters()])
+    expected = gradients(original(*tensors, mask), [*tensors, *original.parameters()])
     parameters = dict(own.named_parameters())
-    leaves = [parameters.pop(name) for name, _ in theirs.named_parameters()]
+    leaves = [parameters.pop(name) for name, _ in original.named_parameters()]
     assert not parameters
-    found = gradients(own(*given, mask=mask), [*given, *leaves])
-    assert ours.replace(theirs) == [""]
-    replaced = gradients(theirs(*given, mask), [*given, *theirs.parameters()])
+    actual = gradients(own(*tensors, mask=mask), [*tensors, *leaves])
+    assert evoattn_nn.replace(original) == [""]
+    replaced = gradients(original(*tensors, mask), [*tensors, *original.parameters()])
     bound = 1e-6 if dtype == torch.float64 else 2e-5
-    for one, other, third in zip(expected, found, replaced, strict=True):
-        assert torch.equal(other, third)
-        assert one.abs().max() < 1e-5 or relative_error(other, one) < bound
+    for a, b, third in zip(expected, actual, replaced, strict=True):
+        assert torch.equal(b, third)
+        assert a.abs().max() < 1e-5 or relative_error(b, a) < bound
 
 
 def _triangle_of_openfold3() -> tuple[nn.Module, nn.Module, Any, list[Tensor], Any]:
-    theirs = installed("openfold3.core.model.layers.triangular_attention").TriangleAttention(12, 6, 4)
-    own = ours.TriangleAttention(12, 6, 4, gate_bias=False, out_bias=False)
-    return theirs, own, ours.from_openfold3, [normal(2, 7, 7, 12)], {"mask": PAIRS}
+    original = installed("openfold3.core.model.layers.triangular_attention").TriangleAttention(12, 6, 4)
+    own = evoattn_nn.TriangleAttention(12, 6, 4, gate_bias=False, out_bias=False)
+    return original, own, evoattn_nn.from_openfold3, [normal(2, 7, 7, 12)], {"mask": PAIRS}
 
 
 def _track_of_openfold3() -> tuple[nn.Module, nn.Module, Any, list[Tensor], Any]:
     module = installed("openfold3.core.model.layers.attention_pair_bias")
-    theirs = module.AttentionPairBias(12, 12, 12, 9, 10, 6, 4)
-    own = ours.AttentionPairBias(12, 10, 6, 4)
-    return theirs, own, ours.from_openfold3, [normal(2, 7, 12), normal(2, 7, 7, 10)], {"mask": MASK}
+    original = module.AttentionPairBias(12, 12, 12, 9, 10, 6, 4)
+    own = evoattn_nn.AttentionPairBias(12, 10, 6, 4)
+    return original, own, evoattn_nn.from_openfold3, [normal(2, 7, 12), normal(2, 7, 7, 10)], {"mask": MASK}
 
 
 def _diffusion_of_openfold3() -> tuple[nn.Module, nn.Module, Any, list[Tensor], Any]:
     module = installed("openfold3.core.model.layers.attention_pair_bias")
-    theirs = module.DiffusionAttentionPairBias(12, 12, 12, 9, 10, 6, 4)
-    own = ours.AttentionPairBias(12, 10, 6, 4, c_s=9)
-    given = [normal(2, 3, 7, 12), normal(2, 1, 7, 7, 10), normal(2, 3, 7, 9)]
-    return theirs, own, ours.from_openfold3, given, {"mask": MASK[:, None]}
+    original = module.DiffusionAttentionPairBias(12, 12, 12, 9, 10, 6, 4)
+    own = evoattn_nn.AttentionPairBias(12, 10, 6, 4, c_s=9)
+    inputs = [normal(2, 3, 7, 12), normal(2, 1, 7, 7, 10), normal(2, 3, 7, 9)]
+    return original, own, evoattn_nn.from_openfold3, inputs, {"mask": MASK[:, None]}
 
 
 def _triangle_of_boltz() -> tuple[nn.Module, nn.Module, Any, list[Tensor], Any]:
-    theirs = installed("boltz.model.layers.triangular_attention.attention").TriangleAttentionEndingNode(12, 6, 4)
-    own = ours.TriangleAttention(12, 6, 4, starting=False, gate_bias=False, out_bias=False)
-    return theirs, own, ours.from_boltz, [normal(2, 7, 7, 12)], {"mask": PAIRS}
+    original = installed("boltz.model.layers.triangular_attention.attention").TriangleAttentionEndingNode(12, 6, 4)
+    own = evoattn_nn.TriangleAttention(12, 6, 4, starting=False, gate_bias=False, out_bias=False)
+    return original, own, evoattn_nn.from_boltz, [normal(2, 7, 7, 12)], {"mask": PAIRS}
 
 
 def _track_of_boltz() -> tuple[nn.Module, nn.Module, Any, list[Tensor], Any]:
-    theirs = installed("boltz.model.layers.attention").AttentionPairBias(24, 10, 4)
-    own = ours.AttentionPairBias(24, 10, 6, 4, inf=1e6)
-    return theirs, own, ours.from_boltz, [normal(2, 7, 24), normal(2, 7, 7, 10)], {"mask": MASK}
+    original = installed("boltz.model.layers.attention").AttentionPairBias(24, 10, 4)
+    own = evoattn_nn.AttentionPairBias(24, 10, 6, 4, inf=1e6)
+    return original, own, evoattn_nn.from_boltz, [normal(2, 7, 24), normal(2, 7, 7, 10)], {"mask": MASK}
 
 
 LOADED = (_triangle_of_openfold3, _track_of_openfold3, _diffusion_of_openfold3, _triangle_of_boltz, _track_of_boltz)
@@ -164,11 +164,11 @@ LOADED = (_triangle_of_openfold3, _track_of_openfold3, _diffusion_of_openfold3, 
 @pytest.mark.parametrize("make", LOADED, ids=lambda make: make.__name__)
 def test_state_dicts(make: Callable[[], Any]) -> None:
     """A state dict by the client's names gives the client's outputs, at all residues; in float32, where Boltz computes."""
-    theirs, own, names, inputs, masks = make()
-    own.load_state_dict(names(filled(theirs).state_dict()))
-    theirs, own = theirs.float(), own.float()
+    original, own, names, inputs, masks = make()
+    own.load_state_dict(names(filled(original).state_dict()))
+    original, own = original.float(), own.float()
     inputs, masks = [x.float() for x in inputs], {name: x.float() for name, x in masks.items()}
-    assert relative_error(own(*inputs, **masks), theirs(*inputs, **masks).double()) < 2e-6
+    assert relative_error(own(*inputs, **masks), original(*inputs, **masks).double()) < 2e-6
 
 
 WHOLE = ("boltz", "boltzgen", "esmfold", "opendde", "openfold3", "protenix")
@@ -192,24 +192,24 @@ def test_blocks(client: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     assert sum(counts) >= {"boltz": 15, "openfold3": 15}.get(client, 7)
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole_layer", [True, False])
 @pytest.mark.parametrize("client", WHOLE)
-def test_blocks_patched(client: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_patched(client: str, whole_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same by `patch`: each kind of block, or of layer, is ours, and what their callers get is theirs."""
     monkeypatch.setenv("LAYERNORM_TYPE", "torch")
     installed(patching.client(client).distribution)
     known = set(BLOCKS)
-    if not whole:
+    if not whole_layer:
         monkeypatch.setattr(sys.modules["evoattn.nn.replace"], "BLOCKS", {})
     compare, blocks = importlib.import_module("clients.compare"), importlib.import_module(f"clients.{client}").BLOCKS
     dtype, called = torch.float32, dict[str, int]()
     for block in blocks:
         expected = compare.outcome(block, dtype, 16, block.ways[0])
         with evoattn.patch(client) as patched:
-            found = compare.outcome(block, dtype, 16, block.ways[0])
+            actual = compare.outcome(block, dtype, 16, block.ways[0])
         called |= {site: called.get(site, 0) + calls for site, calls in patched.calls_by_site.items()}
-        for error, limit in zip(compare.errors(expected, found), compare.LIMITS[dtype], strict=True):
+        for error, limit in zip(compare.errors(expected, actual), compare.LIMITS[dtype], strict=True):
             assert error <= limit, block.name
     for site in (site for site in patching.client(client).layers if site.counted):
         is_block = f"{site.module}.{site.name.partition('.')[0]}" in known
-        assert called[str(site)] or is_block != whole, site
+        assert called[str(site)] or is_block != whole_layer, site

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import evoattn
-import evoattn.nn as ours
+import evoattn.nn as evoattn_nn
 from tests.nn import test_replace_protenix as protenix
 from tests.nn.standins import CHANNELS, assert_close, edges, filled, normal, outcome, register
 from tests.nn.test_replace_blocks import CALLS, Attention, Multiplied, Pairs, Wide
@@ -138,12 +138,12 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("options", [{}, {"_mask_trans": False}, {"chunk_size": 4, "_attn_chunk_size": 2, "use_lma": True}])
 def test_openfold(options: dict[str, Any], training: bool) -> None:
-    theirs = filled(Stack()).train(training)
-    made, z = copy.deepcopy(theirs), normal(2, 7, 7, CHANNELS)
-    assert "" in ours.replace(made)
-    expected = outcome(theirs, [z], edges(2), **options)
+    original = filled(Stack()).train(training)
+    replaced, z = copy.deepcopy(original), normal(2, 7, 7, CHANNELS)
+    assert "" in evoattn_nn.replace(replaced)
+    expected = outcome(original, [z], edges(2), **options)
     CALLS.clear()
-    assert_close(outcome(made, [z], edges(2), **options), expected)
+    assert_close(outcome(replaced, [z], edges(2), **options), expected)
     assert not CALLS
 
 
@@ -151,36 +151,36 @@ def test_openfold(options: dict[str, Any], training: bool) -> None:
 @pytest.mark.parametrize("training", [False, True])
 def test_random_numbers_of_boltzgen(training: bool, dtype: torch.dtype) -> None:
     """The first mask is of the dtype in which z comes."""
-    theirs = filled(NoSeq()).train(training)
-    made, z, mask = copy.deepcopy(theirs), normal(2, 7, 7, CHANNELS).detach(), edges(2)
-    assert "" in ours.replace(made)
+    original = filled(NoSeq()).train(training)
+    replaced, z, mask = copy.deepcopy(original), normal(2, 7, 7, CHANNELS).detach(), edges(2)
+    assert "" in evoattn_nn.replace(replaced)
     if dtype == torch.float64:
-        expected = outcome(theirs, [z], mask)
+        expected = outcome(original, [z], mask)
         CALLS.clear()
-        assert_close(outcome(made, [z], mask, 4, use_kernels=True), expected)
+        assert_close(outcome(replaced, [z], mask, 4, use_kernels=True), expected)
         assert not CALLS
         return
-    made, theirs = made.float(), theirs.float()
+    replaced, original = replaced.float(), original.float()
     with torch.no_grad(), torch.autocast("cpu", dtype):
         torch.manual_seed(4)  # no torch draws a bfloat16 0 then, which the stand-in drops even in evaluation
-        expected, after = theirs(z.to(dtype), mask.float()), torch.rand(3)
+        expected, after = original(z.to(dtype), mask.float()), torch.rand(3)
         assert [torch.bfloat16, *[torch.float32] * 3] == DRAWN
         torch.manual_seed(4)
-        torch.testing.assert_close(made(z.to(dtype), mask.float()), expected, rtol=0.1, atol=0.1)
+        torch.testing.assert_close(replaced(z.to(dtype), mask.float()), expected, rtol=0.1, atol=0.1)
         assert torch.equal(torch.rand(3), after) and (DRAWN[:4] == DRAWN[4:] or not training)
 
 
 def test_opendde(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = filled(Dde()).train()
-    made, leaves, bias = copy.deepcopy(theirs), [normal(7, 6), normal(7, 7, CHANNELS)], normal(7, 7).detach()
-    assert "" in ours.replace(made)
-    expected = outcome(theirs, leaves, edges(), extra_attn_bias=bias)
+    original = filled(Dde()).train()
+    replaced, leaves, bias = copy.deepcopy(original), [normal(7, 6), normal(7, 7, CHANNELS)], normal(7, 7).detach()
+    assert "" in evoattn_nn.replace(replaced)
+    expected = outcome(original, leaves, edges(), extra_attn_bias=bias)
     protenix.CALLS.clear()
-    assert_close(outcome(made, leaves, edges(), "torch", "cuequivariance", extra_attn_bias=bias), expected)
+    assert_close(outcome(replaced, leaves, edges(), "torch", "cuequivariance", extra_attn_bias=bias), expected)
     assert not protenix.CALLS
     monkeypatch.setenv("OPENDDE_FOLDCP_MODE", "distributed")
     monkeypatch.setattr(Dde, "forward", lambda self, s, z, pair_mask: (s, -z))
-    assert torch.equal(made(*leaves, edges())[1], -leaves[1])
+    assert torch.equal(replaced(*leaves, edges())[1], -leaves[1])
 
 
 SEQUENCE, PAIR = 16, 8
@@ -217,9 +217,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         def watched(real: Any) -> Any:
             @functools.wraps(real)
-            def forward(self: Any, *given: Any, **named: Any) -> Any:
+            def forward(self: Any, *args: Any, **named: Any) -> Any:
                 ran.append(type(self).__name__)
-                return real(self, *given, **named)
+                return real(self, *args, **named)
 
             return forward
 
@@ -231,41 +231,41 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("mask", [None, LENGTHS], ids=["whole", "padded"])
 def test_esmfold(mask: Tensor | None, dropout: float, training: bool, counted: list[str]) -> None:
-    theirs = esmfold(dropout).train(training)
-    made, leaves = copy.deepcopy(theirs), states()
-    assert sorted(ours.replace(made)) == [
+    original = esmfold(dropout).train(training)
+    replaced, leaves = copy.deepcopy(original), states()
+    assert sorted(evoattn_nn.replace(replaced)) == [
         "", "mlp_pair", "mlp_seq", "tri_att_end", "tri_att_start", "tri_mul_in", "tri_mul_out",
     ]  # fmt: skip
-    expected = outcome(theirs, leaves, mask=mask)
+    expected = outcome(original, leaves, mask=mask)
     assert len(counted) == 4
     for options in ({}, {"chunk_size": 4, "unheard_of": 1}):
-        assert_close(outcome(made, leaves, mask=mask, **options), expected, PADDED)
+        assert_close(outcome(replaced, leaves, mask=mask, **options), expected, PADDED)
     assert len(counted) == 4
 
 
 def test_esmfold_keeps_its_input() -> None:
-    made, (s, z) = esmfold().eval(), (x.detach() for x in states())
+    replaced, (s, z) = esmfold().eval(), (x.detach() for x in states())
     before = s.clone(), z.clone()
     with torch.no_grad():
-        expected = made(s, z, LENGTHS)
-        ours.replace(made)
-        assert_close(list(made(s, z, LENGTHS)), list(expected), PADDED)
+        expected = replaced(s, z, LENGTHS)
+        evoattn_nn.replace(replaced)
+        assert_close(list(replaced(s, z, LENGTHS)), list(expected), PADDED)
     assert torch.equal(s, before[0]) and torch.equal(z, before[1])
 
 
 def test_esmfold_with_hooks_and_shapes_that_it_refuses(counted: list[str]) -> None:
-    made, leaves, seen = esmfold().eval(), states(), list[str]()
-    expected = outcome(made, leaves, LENGTHS)
-    ours.replace(made)
+    replaced, leaves, seen = esmfold().eval(), states(), list[str]()
+    expected = outcome(replaced, leaves, LENGTHS)
+    evoattn_nn.replace(replaced)
     for name in ("row_drop", "tri_att_end"):
-        handle = made.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+        handle = replaced.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
         counted.clear()
-        assert_close(outcome(made, leaves, LENGTHS), expected, PADDED)
+        assert_close(outcome(replaced, leaves, LENGTHS), expected, PADDED)
         handle.remove()
         assert not counted, "its layers are ours"
     assert seen == ["row_drop", "row_drop", "tri_att_end"]
     with pytest.raises(ValueError, match="inconsistent sequence length"):
-        made(leaves[0][:, :5], leaves[1])
+        replaced(leaves[0][:, :5], leaves[1])
 
 
 def test_esmfold_patched() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import evoattn.nn as ours
+import evoattn.nn as evoattn_nn
 from evoattn.clients.layers import layer as patched_layer
 from evoattn.clients.site import Count
 from tests.nn.standins import CHANNELS, assert_equal_gradients, assert_wrapped, edges, filled, installed, normal, register
@@ -25,8 +25,8 @@ def dense(z: Tensor, mask: Tensor | None, outgoing: bool, norms: Any, halves: Ca
     y = norms[0](z)
     a, b = (x if mask is None else x * mask[..., None] for x in halves(y))
     t = torch.einsum("...ikd,...jkd->...ijd" if outgoing else "...kid,...kjd->...ijd", a, b)
-    made: Tensor = z_and_g[0](norms[1](t)) * z_and_g[1](y).sigmoid()
-    return made
+    replaced: Tensor = z_and_g[0](norms[1](t)) * z_and_g[1](y).sigmoid()
+    return replaced
 
 
 class Base(nn.Module):
@@ -121,56 +121,56 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=STAND_INS)
-def theirs(request: pytest.FixtureRequest) -> nn.Module:
+def original(request: pytest.FixtureRequest) -> nn.Module:
     return filled(STAND_INS[request.param]())
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_answers_and_gradients(masked: bool, theirs: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = copy.deepcopy(theirs)
-    assert ours.replace(made) == [""] and list(made.state_dict()) == list(theirs.state_dict())
+def test_answers_and_gradients(masked: bool, original: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced = copy.deepcopy(original)
+    assert evoattn_nn.replace(replaced) == [""] and list(replaced.state_dict()) == list(original.state_dict())
     for lead in ((), (2,), (2, 3)):
         z = normal(*lead, 7, 7, CHANNELS)
-        assert_equal_gradients(theirs, made, z, edges(*lead) if masked else None)
+        assert_equal_gradients(original, replaced, z, edges(*lead) if masked else None)
     monkeypatch.delitem(globals(), "dense")
-    made(z, None)
+    replaced(z, None)
     with pytest.raises(NameError, match="dense"):
-        theirs(z, None)
+        original(z, None)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_every_module_may_be_wrapped(masked: bool, theirs: nn.Module) -> None:
+def test_every_module_may_be_wrapped(masked: bool, original: nn.Module) -> None:
     """Joined projections too."""
     z, mask = normal(2, 7, 7, CHANNELS), edges(2) if masked else None
-    made = copy.deepcopy(theirs)
-    ours.replace(made)
-    assert_wrapped(theirs, made, lambda: assert_equal_gradients(theirs, made, z, mask))
+    replaced = copy.deepcopy(original)
+    evoattn_nn.replace(replaced)
+    assert_wrapped(original, replaced, lambda: assert_equal_gradients(original, replaced, z, mask))
 
 
-def test_hooks_on_projections_and_norms_run(theirs: nn.Module) -> None:
+def test_hooks_on_projections_and_norms_run(original: nn.Module) -> None:
     seen = list[str]()
-    ours.replace(theirs)
-    children = {name: child for name, child in theirs.named_children() if not isinstance(child, nn.Sigmoid)}
+    evoattn_nn.replace(original)
+    children = {name: child for name, child in original.named_children() if not isinstance(child, nn.Sigmoid)}
     for name, child in children.items():
         child.register_forward_hook(lambda *_, name=name: seen.append(name))
-    theirs(normal(2, 7, 7, CHANNELS), None)
+    original(normal(2, 7, 7, CHANNELS), None)
     assert sorted(seen) == sorted(children)
 
 
-def test_copies_and_compiles(theirs: nn.Module) -> None:
+def test_copies_and_compiles(original: nn.Module) -> None:
     """Copies compute with parameters of their own."""
     z, mask = normal(2, 7, 7, CHANNELS), edges(2)
-    ours.replace(theirs)
-    expected = theirs(z, mask)
+    evoattn_nn.replace(original)
+    expected = original(z, mask)
     torch.compiler.reset()
-    compiled = torch.compile(theirs, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(original, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(z, mask), expected)
-    copied, loaded = copy.deepcopy(theirs), pickle.loads(pickle.dumps(theirs))
+    copied, loaded = copy.deepcopy(original), pickle.loads(pickle.dumps(original))
     with torch.no_grad():
-        for x in theirs.parameters():
+        for x in original.parameters():
             x.zero_()
     assert torch.equal(copied(z, mask), expected) and torch.equal(loaded(z, mask), expected)
-    assert not theirs(z, mask).any()
+    assert not original(z, mask).any()
 
 
 @pytest.mark.parametrize("kind", [Split, Fused])
@@ -178,7 +178,7 @@ def test_the_update_is_added_in_place_if_the_client_asks(kind: Any) -> None:
     """Template stacks drop what the layer returns. A call of cuEquivariance adds nothing."""
     layer, mask, before = filled(kind(True)), edges(2), normal(2, 7, 7, CHANNELS).detach()
     expected = layer(before, mask)
-    ours.replace(layer)
+    evoattn_nn.replace(layer)
     with torch.no_grad():
         z = before.clone()
         assert layer(z, mask, True, _add_with_inplace=True, _inplace_chunk_size=4) is z
@@ -197,7 +197,7 @@ def test_the_update_is_added_in_place_if_the_client_asks(kind: Any) -> None:
 def test_a_direction_that_is_changed_later(kind: Any) -> None:
     layer, other, z = filled(kind(True)), kind(False).double(), normal(2, 7, 7, CHANNELS)
     other.load_state_dict(layer.state_dict())
-    ours.replace(layer)
+    evoattn_nn.replace(layer)
     layer(z)
     layer._outgoing = False
     assert_equal_gradients(other, layer, z, edges(2))
@@ -214,7 +214,7 @@ def test_what_is_not_known_is_left_to_the_client() -> None:
     assert count.replaced == 1 and list(count.passed_on) == [
         "evoattn.nn.replace does not know the argument 'window' of this layer"
     ]
-    ours.replace(layer)
+    evoattn_nn.replace(layer)
     with pytest.raises(TypeError, match="does not know the argument 'window'"):
         layer(z, window=3)
     layer.sigmoid.register_forward_hook(lambda *_: None)
@@ -225,11 +225,11 @@ def test_what_is_not_known_is_left_to_the_client() -> None:
 @pytest.mark.parametrize("kind", [Out, In])
 def test_weights_of_boltz(kind: Any) -> None:
     """A state dict of Boltz loads into a layer with a projection for each half."""
-    theirs = filled(kind())
-    own = ours.TriangleMultiplication(CHANNELS, CHANNELS, outgoing=kind is Out, bias=False).double()
-    own.load_state_dict(ours.from_boltz(theirs.state_dict()))
+    original = filled(kind())
+    own = evoattn_nn.TriangleMultiplication(CHANNELS, CHANNELS, outgoing=kind is Out, bias=False).double()
+    own.load_state_dict(evoattn_nn.from_boltz(original.state_dict()))
     z, mask = normal(2, 7, 7, CHANNELS), edges(2)
-    torch.testing.assert_close(own(z, mask), theirs(z, mask), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(own(z, mask), original(z, mask), rtol=1e-10, atol=1e-10)
 
 
 def test_names_of_boltz() -> None:
@@ -238,15 +238,15 @@ def test_names_of_boltz() -> None:
     p_in, g_in = state["a.p_in.weight"], state["a.g_in.weight"]
     others = {f"{prefix}{name}": x for prefix in ("", "b.") for name, x in Out().state_dict().items() if "g_out" not in name}
     others |= {"a.some_p_in.weight": p_in, "a.p_in.base.weight": p_in, "a.p_in.scale": p_in}
-    made = ours.from_boltz({**state, **others})
-    assert all(made.pop(name) is x for name, x in others.items())
+    replaced = evoattn_nn.from_boltz({**state, **others})
+    assert all(replaced.pop(name) is x for name, x in others.items())
     halves = {"a.linear_a_p": p_in[:8], "a.linear_b_p": p_in[8:], "a.linear_a_g": g_in[:8], "a.linear_b_g": g_in[8:]}
     for name, x in halves.items():
-        assert torch.equal(made.pop(f"{name}.weight"), x)
+        assert torch.equal(replaced.pop(f"{name}.weight"), x)
     names = {"layer_norm_in": "norm_in", "layer_norm_out": "norm_out", "linear_z": "p_out", "linear_g": "g_out"}
-    for here, there in names.items():
-        assert made.pop(f"a.{here}.weight") is state[f"a.{there}.weight"]
-    assert made.keys() == {"a.layer_norm_in.bias", "a.layer_norm_out.bias"}
+    for key, there in names.items():
+        assert replaced.pop(f"a.{key}.weight") is state[f"a.{there}.weight"]
+    assert replaced.keys() == {"a.layer_norm_in.bias", "a.layer_norm_out.bias"}
 
 
 REAL = [
@@ -260,29 +260,29 @@ REAL = [
 @pytest.mark.parametrize(("module", "name"), REAL)
 def test_openfold(module: str, name: str) -> None:
     """Outputs, gradients, and what is written in place."""
-    theirs = filled(getattr(installed(module), name)(CHANNELS, HIDDEN))
-    made = copy.deepcopy(theirs)
-    assert ours.replace(made) == [""]
+    original = filled(getattr(installed(module), name)(CHANNELS, HIDDEN))
+    replaced = copy.deepcopy(original)
+    assert evoattn_nn.replace(replaced) == [""]
     for lead in ((2,), (2, 3)):
         for mask in (None, edges(*lead)):
             z = normal(*lead, 7, 7, CHANNELS)
-            assert_equal_gradients(theirs, made, z, mask)
+            assert_equal_gradients(original, replaced, z, mask)
             with torch.no_grad():
-                one, other = z.detach().clone(), z.detach().clone()
+                first, second = z.detach().clone(), z.detach().clone()
                 options = {"inplace_safe": True, "_add_with_inplace": True, "_inplace_chunk_size": 4}
-                torch.testing.assert_close(made(one, mask, **options), theirs(other, mask, **options))
-                torch.testing.assert_close(one, other)
+                torch.testing.assert_close(replaced(first, mask, **options), original(second, mask, **options))
+                torch.testing.assert_close(first, second)
 
 
 @pytest.mark.parametrize("name", ["TriangleMultiplicationOutgoing", "TriangleMultiplicationIncoming"])
 def test_boltz(name: str) -> None:
     """In float32, where Boltz multiplies; `test_blocks` compares gradients in float64."""
-    theirs = filled(getattr(installed("boltz.model.layers.triangular_mult"), name)(CHANNELS)).float()
-    made = copy.deepcopy(theirs)
-    own = ours.TriangleMultiplication(CHANNELS, CHANNELS, outgoing="Outgoing" in name, bias=False)
-    own.load_state_dict(ours.from_boltz(theirs.state_dict()))
-    assert ours.replace(made) == [""]
+    original = filled(getattr(installed("boltz.model.layers.triangular_mult"), name)(CHANNELS)).float()
+    replaced = copy.deepcopy(original)
+    own = evoattn_nn.TriangleMultiplication(CHANNELS, CHANNELS, outgoing="Outgoing" in name, bias=False)
+    own.load_state_dict(evoattn_nn.from_boltz(original.state_dict()))
+    assert evoattn_nn.replace(replaced) == [""]
     z, mask = normal(2, 7, 7, CHANNELS).float(), edges(2).float()
-    expected = theirs(z, mask)
-    torch.testing.assert_close(made(z, mask, use_kernels=True), expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(own(z, mask), made(z, mask))
+    expected = original(z, mask)
+    torch.testing.assert_close(replaced(z, mask, use_kernels=True), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(own(z, mask), replaced(z, mask))

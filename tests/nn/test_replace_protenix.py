@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import evoattn.nn as ours
+import evoattn.nn as evoattn_nn
 from evoattn.clients.layers import layer as patched_layer
 from evoattn.clients.site import Count
 from evoattn.nn.submodules import is_linear, is_norm
@@ -26,7 +26,7 @@ CALLS: list[str] = []
 UNSCALED = ("cuequivariance", "deepspeed")
 
 
-class Attention(ours.TriangleAttention):
+class Attention(evoattn_nn.TriangleAttention):
     """Stands for the triangle attention. A factor of 3 stands for q that is not scaled, for few residues and some kernels."""
 
     def __init__(self, starting: bool = True) -> None:
@@ -59,8 +59,8 @@ class Multiplied(Split):
         triangle_multiplicative: str = "torch",
     ) -> Tensor:
         CALLS.append("multiplication")
-        made = super().forward(z, mask)
-        return z.add_(made) if inplace_safe and _add_with_inplace else made
+        output = super().forward(z, mask)
+        return z.add_(output) if inplace_safe and _add_with_inplace else output
 
 
 class Wide(nn.Module):
@@ -118,8 +118,8 @@ class Block(nn.Module):
         how: dict[str, Any] = {"inplace_safe": inplace_safe, "triangle_attention": triangle_attention, "chunk_size": chunk_size}
         drops = self.training and not inplace_safe
         for layer in (self.tri_mul_out, self.tri_mul_in):
-            made = layer(z, pair_mask, inplace_safe, inplace_safe, triangle_multiplicative=triangle_multiplicative)
-            z = made if inplace_safe else dropout_add_rowwise(z, made, self.p_drop, drops)
+            output = layer(z, pair_mask, inplace_safe, inplace_safe, triangle_multiplicative=triangle_multiplicative)
+            z = output if inplace_safe else dropout_add_rowwise(z, output, self.p_drop, drops)
         z = dropout_add_rowwise(z, self.tri_att_start(z, pair_mask, **how), self.p_drop, drops)
         z = z.transpose(-2, -3).contiguous()
         z = dropout_add_rowwise(z, self.tri_att_end(z, turned, **how), self.p_drop, drops)
@@ -173,31 +173,31 @@ def inputs(block: Any, residues: int = 7, dtype: torch.dtype = torch.float64) ->
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("single", [0, 6])
 def test_answers_gradients_and_random_numbers(single: int, training: bool, masked: bool) -> None:
-    theirs = filled(Block(single)).train(training)
-    made, given, mask = copy.deepcopy(theirs), inputs(theirs), edges() if masked else None
-    assert "" in ours.replace(made)
-    expected = outcome(theirs, given, mask)
+    original = filled(Block(single)).train(training)
+    replaced, tensors, mask = copy.deepcopy(original), inputs(original), edges() if masked else None
+    assert "" in evoattn_nn.replace(replaced)
+    expected = outcome(original, tensors, mask)
     CALLS.clear()
-    assert_close(outcome(made, given, mask), expected)
-    assert_close(outcome(made, given, mask, "cuequivariance", "triattention", chunk_size=4), expected)
+    assert_close(outcome(replaced, tensors, mask), expected)
+    assert_close(outcome(replaced, tensors, mask, "cuequivariance", "triattention", chunk_size=4), expected)
     assert not CALLS
 
 
 @pytest.mark.parametrize("training", [False, True])
 def test_z_is_overwritten_only_if_the_client_permits(training: bool) -> None:
     """Then nothing is dropped either."""
-    theirs = filled(Block(6)).train(training)
-    made, (s, z), mask = copy.deepcopy(theirs), inputs(theirs), edges()
-    ours.replace(made)
-    theirs.p_drop = 0.0
+    original = filled(Block(6)).train(training)
+    replaced, (s, z), mask = copy.deepcopy(original), inputs(original), edges()
+    evoattn_nn.replace(replaced)
+    original.p_drop = 0.0
     with torch.no_grad():
-        expected = theirs(s, z.clone(), mask, inplace_safe=True)
-        one, other = z.clone(), z.clone()
-        made.eval()(s, one, mask)
-        assert torch.equal(one, z)
-        found = made.train(training)(s, other, mask, inplace_safe=True)
-    assert found[1] is other
-    assert_close(list(found), list(expected))
+        expected = original(s, z.clone(), mask, inplace_safe=True)
+        first, second = z.clone(), z.clone()
+        replaced.eval()(s, first, mask)
+        assert torch.equal(first, z)
+        actual = replaced.train(training)(s, second, mask, inplace_safe=True)
+    assert actual[1] is second
+    assert_close(list(actual), list(expected))
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -205,47 +205,47 @@ def test_z_is_overwritten_only_if_the_client_permits(training: bool) -> None:
 def test_few_residues_keep_an_answer_of_their_own(kernel: str, patched: bool) -> None:
     """Of a block and of a layer. That is no news to anybody."""
     for residues, own in ((16, True), (17, False)):
-        theirs = filled(Block(0)).eval()
-        made, (_, z), count = copy.deepcopy(theirs), inputs(theirs, residues), Count()
+        original = filled(Block(0)).eval()
+        replaced, (_, z), count = copy.deepcopy(original), inputs(original, residues), Count()
         if not patched:
-            ours.replace(made)
-        expected = theirs(None, z, None, triangle_attention=kernel)
+            evoattn_nn.replace(replaced)
+        expected = original(None, z, None, triangle_attention=kernel)
         CALLS.clear()
-        block = patched_layer(Block.forward, count) if patched else type(made).forward
-        assert_close([block(made, None, z, None, triangle_attention=kernel)[1]], [expected[1]])
+        block = patched_layer(Block.forward, count) if patched else type(replaced).forward
+        assert_close([block(replaced, None, z, None, triangle_attention=kernel)[1]], [expected[1]])
         assert ("attention" in CALLS) == own
-        layer = patched_layer(Attention.forward, count) if patched else type(made.tri_att_start).forward
-        expected = theirs.tri_att_start(z, None, triangle_attention=kernel)
-        assert_close([layer(made.tri_att_start, z, None, triangle_attention=kernel)], [expected])
+        layer = patched_layer(Attention.forward, count) if patched else type(replaced.tri_att_start).forward
+        expected = original.tri_att_start(z, None, triangle_attention=kernel)
+        assert_close([layer(replaced.tri_att_start, z, None, triangle_attention=kernel)], [expected])
         assert (count.replaced, dict(count.passed_on)) == (0 if own or not patched else 2, {})
 
 
 def test_dropout_by_a_kernel_of_protenix(unfused: Any) -> None:
     """The client draws other random numbers then, so its own block runs, with layers by ours. In inference nothing is drawn."""
-    theirs, count = filled(Block(0)).train(), Count()
+    original, count = filled(Block(0)).train(), Count()
     forward = patched_layer(Block.forward, count)
     unfused.TRITON_FUSED_OPS_AVAILABLE = True
-    _, z = inputs(theirs)
-    forward(theirs, None, z, None)
+    _, z = inputs(original)
+    forward(original, None, z, None)
     assert count.replaced == 0 and "FUSED_DROPOUT_RESIDUAL" in next(iter(count.passed_on))
-    forward(theirs.eval(), None, z, None)
+    forward(original.eval(), None, z, None)
     assert count.replaced == 1
 
 
 def test_hooks_and_masks_that_ours_does_not_know() -> None:
-    theirs = filled(Block(6)).eval()
-    made, given, seen = copy.deepcopy(theirs), inputs(theirs), list[str]()
-    ours.replace(made)
-    batch = [torch.stack([x, 2 * x]) for x in given if x is not None]
-    expected = outcome(theirs, batch, edges().expand(2, 7, 7))  # type: ignore[arg-type]
+    original = filled(Block(6)).eval()
+    replaced, tensors, seen = copy.deepcopy(original), inputs(original), list[str]()
+    evoattn_nn.replace(replaced)
+    batch = [torch.stack([x, 2 * x]) for x in tensors if x is not None]
+    expected = outcome(original, batch, edges().expand(2, 7, 7))  # type: ignore[arg-type]
     CALLS.clear()
-    assert_close(outcome(made, batch, edges()), expected)  # type: ignore[arg-type]
-    made.tri_mul_in.sigmoid.register_forward_hook(lambda *_: None)
+    assert_close(outcome(replaced, batch, edges()), expected)  # type: ignore[arg-type]
+    replaced.tri_mul_in.sigmoid.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match=r"sigmoid has hooks, and evoattn.nn does not call it"):
-        outcome(made, given, None)
-    handle = made.attention_pair_bias.register_forward_hook(lambda *_: seen.append("track"))
-    del made.tri_mul_in.sigmoid
-    outcome(made, given, None)
+        outcome(replaced, tensors, None)
+    handle = replaced.attention_pair_bias.register_forward_hook(lambda *_: seen.append("track"))
+    del replaced.tri_mul_in.sigmoid
+    outcome(replaced, tensors, None)
     handle.remove()
     assert seen == ["track"] and not CALLS
 
@@ -261,18 +261,20 @@ def test_real_modules_are_plain() -> None:
 def test_a_real_block(training: bool) -> None:
     """Outputs, gradients and random numbers, in float64."""
     module = installed("protenix.model.modules.pairformer")
-    theirs = filled(module.PairformerBlock(n_heads=2, c_z=16, c_s=8, c_hidden_mul=24)).train(training)
-    theirs.attention_pair_bias = Track()  # its scores are float32
-    made, given = copy.deepcopy(theirs), inputs(theirs)
-    assert sorted(ours.replace(made)) == [
+    original = filled(module.PairformerBlock(n_heads=2, c_z=16, c_s=8, c_hidden_mul=24)).train(training)
+    original.attention_pair_bias = Track()  # its scores are float32
+    replaced, tensors = copy.deepcopy(original), inputs(original)
+    assert sorted(evoattn_nn.replace(replaced)) == [
         "", "pair_transition", "single_transition", "tri_att_end", "tri_att_start", "tri_mul_in", "tri_mul_out",
     ]  # fmt: skip
     for mask in (None, edges()):
         for options in ({}, {"chunk_size": 4}):
-            assert_close(outcome(made, given, mask, **options), outcome(theirs, given, mask))
+            assert_close(outcome(replaced, tensors, mask, **options), outcome(original, tensors, mask))
         with torch.no_grad():
-            s, z = given
-            assert_close(list(made(s, z.clone(), mask, inplace_safe=True)), list(theirs(s, z.clone(), mask, inplace_safe=True)))
+            s, z = tensors
+            assert_close(
+                list(replaced(s, z.clone(), mask, inplace_safe=True)), list(original(s, z.clone(), mask, inplace_safe=True))
+            )
 
 
 class Heads(nn.Module):
@@ -319,44 +321,44 @@ class PairBias(nn.Module):
 
 def test_the_attention_of_the_single_track() -> None:
     """That with a condition, and calls that are not the trunk's, stay Protenix'. That is no news to anybody."""
-    theirs, count = filled(PairBias()), Count()
-    made, forward = copy.deepcopy(theirs), patched_layer(PairBias.forward, count)
-    model = nn.ModuleList([made, PairBias(has_s=True)])
-    assert ours.replace(model) == ["0"]
+    original, count = filled(PairBias()), Count()
+    replaced, forward = copy.deepcopy(original), patched_layer(PairBias.forward, count)
+    model = nn.ModuleList([replaced, PairBias(has_s=True)])
+    assert evoattn_nn.replace(model) == ["0"]
 
     def run(layer: Any, lead: tuple[int, ...], *more: Any, **options: Any) -> list[Tensor]:
         torch.manual_seed(3)
         a, z = normal(*lead, 7, 6), normal(7, 7, CHANNELS)
-        found = layer(a, None, z, *more, **options)
-        leaves = [a, z, *theirs.parameters()] if layer is not made else [a, z, *made.parameters()]
-        return [found, *torch.autograd.grad(found.square().sum(), leaves)]
+        actual = layer(a, None, z, *more, **options)
+        leaves = [a, z, *original.parameters()] if layer is not replaced else [a, z, *replaced.parameters()]
+        return [actual, *torch.autograd.grad(actual.square().sum(), leaves)]
 
     for lead in ((), (2,)):
-        expected = run(theirs, lead)
+        expected = run(original, lead)
         CALLS.clear()
-        assert_close(run(made, lead, None, None, True), expected)
-        assert_close(run(functools.partial(forward, theirs), lead, chunk_size=4), expected)
+        assert_close(run(replaced, lead, None, None, True), expected)
+        assert_close(run(functools.partial(forward, original), lead, chunk_size=4), expected)
         assert not CALLS
     for options in (
         {"extra_attn_bias": normal(7, 7).detach()},
         {"enable_efficient_fusion": True},
         {"n_queries": 4, "n_keys": 8},
     ):
-        for layer in (made, functools.partial(forward, theirs)):
+        for layer in (replaced, functools.partial(forward, original)):
             CALLS.clear()
-            assert_close(run(layer, (), **options), run(theirs, (), **options))
+            assert_close(run(layer, (), **options), run(original, (), **options))
             assert CALLS == ["pair bias"] * 2
     assert (count.replaced, dict(count.passed_on)) == (2, {})
 
 
 @pytest.mark.parametrize("direction", ["Outgoing", "Incoming"])
 def test_a_real_multiplication_in_place(direction: str) -> None:
-    theirs = filled(getattr(installed("protenix.model.triangular.triangular"), f"TriangleMultiplication{direction}")(16, 24))
-    made, z = copy.deepcopy(theirs), normal(7, 7, 16).detach()
-    assert ours.replace(made) == [""]
+    original = filled(getattr(installed("protenix.model.triangular.triangular"), f"TriangleMultiplication{direction}")(16, 24))
+    replaced, z = copy.deepcopy(original), normal(7, 7, 16).detach()
+    assert evoattn_nn.replace(replaced) == [""]
     for mask in (None, edges()):
         with torch.no_grad():
-            one, other = z.clone(), z.clone()
-            assert_close([made(one, mask, True, True)], [theirs(other, mask, True, True)])
-            torch.testing.assert_close(one, other)
-            assert_close([made(z, mask)], [theirs(z, mask)])
+            first, second = z.clone(), z.clone()
+            assert_close([replaced(first, mask, True, True)], [original(second, mask, True, True)])
+            torch.testing.assert_close(first, second)
+            assert_close([replaced(z, mask)], [original(z, mask)])

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import evoattn.nn as ours
+import evoattn.nn as evoattn_nn
 from evoattn.clients.layers import layer as patched_layer
 from evoattn.clients.site import Count
 from tests.nn.standins import CHANNELS, assert_equal_gradients, filled, installed, normal, register
@@ -113,16 +113,16 @@ STAND_INS = {
 @pytest.mark.parametrize("switch", [False, True])
 @pytest.mark.parametrize("name", STAND_INS)
 def test_answers_and_gradients(name: str, switch: bool, known: Any) -> None:
-    theirs = filled(STAND_INS[name]())
+    original = filled(STAND_INS[name]())
     known.SHOULD_USE_CUEQUIVARIANCE = switch
-    made, count = copy.deepcopy(theirs), Count()
-    assert ours.replace(made) == [""]
-    assert_equal_gradients(theirs, made, normal(2, 7, 7, CHANNELS))
-    forward = patched_layer(type(theirs).forward, count)
-    assert_equal_gradients(theirs, functools.partial(forward, theirs), normal(2, 7, 7, CHANNELS))
+    replaced, count = copy.deepcopy(original), Count()
+    assert evoattn_nn.replace(replaced) == [""]
+    assert_equal_gradients(original, replaced, normal(2, 7, 7, CHANNELS))
+    forward = patched_layer(type(original).forward, count)
+    assert_equal_gradients(original, functools.partial(forward, original), normal(2, 7, 7, CHANNELS))
     assert count.replaced == 1 and not count.passed_on
     CALLS.clear()
-    made(normal(2, 7, 7, CHANNELS))
+    replaced(normal(2, 7, 7, CHANNELS))
     assert not CALLS
 
 
@@ -139,7 +139,7 @@ REAL: dict[str, tuple[str, Callable[[Any], Any]]] = {
 def test_real_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "rf3.model.layers.attention")
     module, make = REAL[name]
-    theirs = filled(make(installed(f"rf3.model.layers.{module}")))
-    made = copy.deepcopy(theirs)
-    assert ours.replace(made) == [""]
-    assert_equal_gradients(theirs, made, normal(2, 7, 7, 32))
+    original = filled(make(installed(f"rf3.model.layers.{module}")))
+    replaced = copy.deepcopy(original)
+    assert evoattn_nn.replace(replaced) == [""]
+    assert_equal_gradients(original, replaced, normal(2, 7, 7, 32))

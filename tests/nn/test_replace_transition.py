@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import evoattn.nn as ours
+import evoattn.nn as evoattn_nn
 from evoattn.clients import layers
 from evoattn.clients.layers import layer as patched_layer
 from evoattn.clients.site import Count
@@ -24,8 +24,8 @@ C, H = 8, 20
 
 def dense(x: Tensor, mask: Tensor | None, norm: Any, hidden: Callable[[Tensor], Tensor], out: Any) -> Tensor:
     """The definition."""
-    made: Tensor = out(hidden(norm(x)))
-    return made if mask is None else made * mask[..., None]
+    replaced: Tensor = out(hidden(norm(x)))
+    return replaced if mask is None else replaced * mask[..., None]
 
 
 class Pair(nn.Module):
@@ -146,7 +146,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=STAND_INS, ids=lambda kind: kind.__name__)
-def theirs(request: pytest.FixtureRequest) -> nn.Module:
+def original(request: pytest.FixtureRequest) -> nn.Module:
     return filled(request.param())
 
 
@@ -154,67 +154,67 @@ def rows(*lead: int) -> Tensor:
     return (torch.rand(*lead, generator=torch.Generator().manual_seed(5)) > 0.3).double()
 
 
-def test_answers_and_gradients(theirs: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = copy.deepcopy(theirs)
-    assert ours.replace(made) == [""] and list(made.state_dict()) == list(theirs.state_dict())
+def test_answers_and_gradients(original: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced = copy.deepcopy(original)
+    assert evoattn_nn.replace(replaced) == [""] and list(replaced.state_dict()) == list(original.state_dict())
     for lead in ((7,), (2, 7), (2, 3, 7)):
         x = normal(*lead, C)
-        assert_equal_gradients(theirs, made, x)
-        if isinstance(theirs, MASKED):
-            assert_equal_gradients(theirs, made, x, rows(*lead))
-            assert_equal_gradients(theirs, made, x, rows(7))  # the same for all batches
+        assert_equal_gradients(original, replaced, x)
+        if isinstance(original, MASKED):
+            assert_equal_gradients(original, replaced, x, rows(*lead))
+            assert_equal_gradients(original, replaced, x, rows(7))  # the same for all batches
     monkeypatch.delitem(globals(), "dense")
-    chunks: dict[str, int] = {} if isinstance(theirs, Protenix | Esm) else {"chunk_size": 3}
-    made(normal(7, C), **chunks, **({"ckpt_chunk_size": 2} if isinstance(theirs, Gated) else {}))
+    chunks: dict[str, int] = {} if isinstance(original, Protenix | Esm) else {"chunk_size": 3}
+    replaced(normal(7, C), **chunks, **({"ckpt_chunk_size": 2} if isinstance(original, Gated) else {}))
     with pytest.raises(NameError, match="dense"):
-        theirs(normal(7, C))
+        original(normal(7, C))
 
 
-def test_every_norm_and_projection_may_be_wrapped(theirs: nn.Module) -> None:
-    x, made = normal(2, 7, C), copy.deepcopy(theirs)
-    ours.replace(made)
-    assert_wrapped(theirs, made, lambda: assert_equal_gradients(theirs, made, x))
+def test_every_norm_and_projection_may_be_wrapped(original: nn.Module) -> None:
+    x, replaced = normal(2, 7, C), copy.deepcopy(original)
+    evoattn_nn.replace(replaced)
+    assert_wrapped(original, replaced, lambda: assert_equal_gradients(original, replaced, x))
 
 
-def test_copies_and_compiles(theirs: nn.Module) -> None:
+def test_copies_and_compiles(original: nn.Module) -> None:
     x = normal(2, 7, C)
-    ours.replace(theirs)
-    expected = theirs(x)
+    evoattn_nn.replace(original)
+    expected = original(x)
     torch.compiler.reset()
-    torch.testing.assert_close(torch.compile(theirs, fullgraph=True, backend="aot_eager")(x), expected)
-    copied, loaded = copy.deepcopy(theirs), pickle.loads(pickle.dumps(theirs))
+    torch.testing.assert_close(torch.compile(original, fullgraph=True, backend="aot_eager")(x), expected)
+    copied, loaded = copy.deepcopy(original), pickle.loads(pickle.dumps(original))
     with torch.no_grad():
-        for parameter in theirs.parameters():
+        for parameter in original.parameters():
             parameter.zero_()
     assert torch.equal(copied(x), expected) and torch.equal(loaded(x), expected)
-    assert torch.equal(theirs(x), x if isinstance(theirs, Esm) else torch.zeros_like(x))
+    assert torch.equal(original(x), x if isinstance(original, Esm) else torch.zeros_like(x))
 
 
 def test_wide_transitions_and_those_of_other_sizes_are_left_alone() -> None:
     for left, known in ((Pair(257), Pair(256)), (Boltz(C + 1), Boltz())):
         model = nn.ModuleList([left, known])
-        assert ours.replace(model) == ["1"]
+        assert evoattn_nn.replace(model) == ["1"]
         assert type(model[0]) is type(left) and type(model[1]) is not type(left)
 
 
 def test_a_wide_transition_is_no_call_that_was_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client computes it because that is as fast: nobody has to read so, and no second call looks at its modules."""
-    wide, count = filled(Pair(257)), Count()
+    original, count = filled(Pair(257)), Count()
     z, forward = normal(2, 3, 257), patched_layer(Pair.forward, count)
-    torch.testing.assert_close(forward(wide, z), wide(z))
+    torch.testing.assert_close(forward(original, z), original(z))
     monkeypatch.setattr(layers.Snapshot, "holds", None)
-    torch.testing.assert_close(forward(wide, z), wide(z))
+    torch.testing.assert_close(forward(original, z), original(z))
     assert (count.replaced, dict(count.passed_on)) == (0, {})
 
 
 def test_float32_on_a_gpu_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "is_float32_on_gpu", lambda arguments: any(isinstance(x, Tensor) for x in arguments))
-    theirs, count = filled(Pair()), Count()
+    original, count = filled(Pair()), Count()
     z = normal(2, 3, C)
     forward = patched_layer(Pair.forward, count)
-    torch.testing.assert_close(forward(theirs, z), theirs(z))
+    torch.testing.assert_close(forward(original, z), original(z))
     monkeypatch.setattr(layers.Snapshot, "holds", None)  # a look at the modules takes the host long; no second call has one
-    torch.testing.assert_close(forward(theirs, z=z), theirs(z))
+    torch.testing.assert_close(forward(original, z=z), original(z))
     assert (count.replaced, dict(count.passed_on)) == (0, {layers.WIDE: 2})
 
 
@@ -224,35 +224,35 @@ def test_another_activation_is_refused(kind: Any, path: str) -> None:
     parent, _, name = path.rpartition(".")
     setattr(layer.get_submodule(parent), name, nn.GELU())
     with pytest.raises(ValueError, match=f"a {kind.__name__} has other modules than the layer"):
-        ours.replace(layer)
+        evoattn_nn.replace(layer)
 
 
 def test_what_is_not_called_has_no_hooks() -> None:
     layer = filled(Gated())
-    ours.replace(layer)
+    evoattn_nn.replace(layer)
     layer.swiglu.swish.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match=r"swiglu.swish has hooks, and evoattn.nn does not call it"):
         layer(normal(7, C))
     other = filled(Pair())
-    ours.replace(other)
+    evoattn_nn.replace(other)
     with pytest.raises(TypeError, match="does not know the argument 'window'"):
         other(normal(7, C), window=3)
 
 
 def test_dropout_of_esmfold() -> None:
     """As the client's, in training and not, if its probability changes, and if it has a hook."""
-    theirs, x, seen = filled(Esm(0.5)), normal(7, C), list[str]()
-    made = copy.deepcopy(theirs)
-    ours.replace(made)
+    original, x, seen = filled(Esm(0.5)), normal(7, C), list[str]()
+    replaced = copy.deepcopy(original)
+    evoattn_nn.replace(replaced)
     for probability, training in ((0.5, True), (0.5, False), (0.0, True), (0.3, True)):
-        for layer in (theirs, made):
+        for layer in (original, replaced):
             layer.train(training).mlp[4].p = probability
         torch.manual_seed(0)
-        expected = theirs(x)
+        expected = original(x)
         torch.manual_seed(0)
-        torch.testing.assert_close(made(x), expected)
-    made.eval().mlp[4].register_forward_hook(lambda *_: seen.append("drop"))
-    made(x)
+        torch.testing.assert_close(replaced(x), expected)
+    replaced.eval().mlp[4].register_forward_hook(lambda *_: seen.append("drop"))
+    replaced(x)
     assert seen == ["drop"]
 
 
@@ -275,14 +275,14 @@ REAL: dict[str, tuple[str, Callable[[Any], Any], tuple[tuple[int, ...], ...]]] =
 def test_clients(name: str) -> None:
     """Outputs and gradients in training, and outputs in inference, where some take chunks."""
     module, make, masks = REAL[name]
-    theirs = filled(make(installed(module)))
-    made = copy.deepcopy(theirs)
-    assert ours.replace(made) == [""]
-    parts = [x for x in theirs.modules() if x._parameters]
+    original = filled(make(installed(module)))
+    replaced = copy.deepcopy(original)
+    assert evoattn_nn.replace(replaced) == [""]
+    parts = [x for x in original.modules() if x._parameters]
     assert len(parts) > 2 and all(is_linear(x) or is_norm(x) for x in parts)  # so that the operator computes
     for lead in masks:
-        assert_equal_gradients(theirs, made, normal(*lead, C), rows(*lead))
+        assert_equal_gradients(original, replaced, normal(*lead, C), rows(*lead))
     x = normal(2, 7, 7, C)
-    assert_equal_gradients(theirs, made, x)
+    assert_equal_gradients(original, replaced, x)
     with torch.no_grad():
-        torch.testing.assert_close(made.eval()(x), theirs.eval()(x), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(replaced.eval()(x), original.eval()(x), rtol=1e-10, atol=1e-10)

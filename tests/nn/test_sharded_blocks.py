@@ -82,13 +82,13 @@ def call(layer: Any, s: Any, z: Any, mask: Any, pairs: Any) -> list[Any]:
     return [layer(z, pairs)]
 
 
-def differentiate(layer: Any, given: dict[str, Any], run: Callable[..., list[Any]] = call) -> list[Any]:
+def differentiate(layer: Any, problem: dict[str, Any], run: Callable[..., list[Any]] = call) -> list[Any]:
     """Outputs, the gradients of s and z, and those of the parameters."""
-    s, z = (given[name].detach().requires_grad_() for name in ("s", "z"))
-    made = run(layer, s, z, given["mask"], given["pairs"])
-    cotangents = [_as(given["ds"] if x.ndim == 3 else given["dz"], x) for x in made]
-    found = torch.autograd.grad(made, [s, z, *layer.parameters()], cotangents, allow_unused=True)
-    return [*(x.detach() for x in made), *(x for x in found if x is not None)]
+    s, z = (problem[name].detach().requires_grad_() for name in ("s", "z"))
+    output = run(layer, s, z, problem["mask"], problem["pairs"])
+    cotangents = [_as(problem["ds"] if x.ndim == 3 else problem["dz"], x) for x in output]
+    actual = torch.autograd.grad(output, [s, z, *layer.parameters()], cotangents, allow_unused=True)
+    return [*(x.detach() for x in output), *(x for x in actual if x is not None)]
 
 
 def _as(do: Any, x: Any) -> Any:
@@ -96,27 +96,29 @@ def _as(do: Any, x: Any) -> Any:
     return do.redistribute(placements=x.placements) if hasattr(x, "placements") else do
 
 
-def spread(given: Given, mesh: Any, placements: Any) -> dict[str, Any]:
+def spread(problem: Given, mesh: Any, placements: Any) -> dict[str, Any]:
     """DTensors. s and its mask have no columns, and are split by rows in their place."""
 
     def lies(x: Tensor) -> list[Any]:
         return [Shard(1) if p == Shard(2) and x.ndim < 4 and x.shape[-1] != x.shape[-2] else p for p in placements]
 
-    return {name: x if x is None else distribute_tensor(x, mesh, lies(x)) for name, x in given.items()}
+    return {name: x if x is None else distribute_tensor(x, mesh, lies(x)) for name, x in problem.items()}
 
 
-def together(layer: Any, given: Given, mesh: Any, placements: Any, run: Any = call, whole: bool = False) -> list[Tensor]:
+def in_all_processes(
+    layer: Any, problem: Given, mesh: Any, placements: Any, run: Any = call, whole: bool = False
+) -> list[Tensor]:
     """The same of all processes. Of plain parameters each has a part of the gradient, which is summed here."""
-    found = differentiate(layer, spread(given, mesh, placements), run)
-    for x in found:
+    actual = differentiate(layer, spread(problem, mesh, placements), run)
+    for x in actual:
         if not hasattr(x, "full_tensor") and not whole:
             dist.all_reduce(x)
-    return [x.full_tensor() if hasattr(x, "full_tensor") else x for x in found]
+    return [x.full_tensor() if hasattr(x, "full_tensor") else x for x in actual]
 
 
-def worst(found: list[Tensor], expected: list[Tensor]) -> float:
+def worst(actual: list[Tensor], expected: list[Tensor]) -> float:
     """The largest error. Some gradients are 0 but for rounding: a constant in the pair bias does not change the softmax."""
-    return max(((x - y).abs().max() / y.abs().max().clamp(min=1)).item() for x, y in zip(found, expected, strict=True))
+    return max(((x - y).abs().max() / y.abs().max().clamp(min=1)).item() for x, y in zip(actual, expected, strict=True))
 
 
 def of_layers(mesh: Any) -> dict[str, float]:
@@ -125,63 +127,65 @@ def of_layers(mesh: Any) -> dict[str, float]:
     for name in LAYERS:
         layer = layer_of(name)
         for length in LENGTHS:
-            given = example(length)
-            expected = differentiate(layer, given)
+            problem = example(length)
+            expected = differentiate(layer, problem)
             for split, placements in SPLITS.items():
-                found = together(layer, given, mesh, placements, whole=split == "whole")
-                errors[f"{name}, {length}, {split}"] = worst(found, expected)
-        given = example(9, masked=False)
-        errors[f"{name}, no mask"] = worst(together(layer, given, mesh, SPLITS["rows"]), differentiate(layer, given))
+                actual = in_all_processes(layer, problem, mesh, placements, whole=split == "whole")
+                errors[f"{name}, {length}, {split}"] = worst(actual, expected)
+        problem = example(9, masked=False)
+        errors[f"{name}, no mask"] = worst(
+            in_all_processes(layer, problem, mesh, SPLITS["rows"]), differentiate(layer, problem)
+        )
     return errors
 
 
 def of_blocks(mesh: Any, two: Any) -> dict[str, float]:
     """The ways in which a block is trained."""
-    layer, given, rows = layer_of("pairformer block"), example(9), SPLITS["rows"]
-    expected = differentiate(layer, given)
+    layer, problem, rows = layer_of("pairformer block"), example(9), SPLITS["rows"]
+    expected = differentiate(layer, problem)
     errors = {}
     replicated = distribute_module(copy.deepcopy(layer), mesh)
-    errors["parameters that are DTensors"] = worst(together(replicated, given, mesh, rows, whole=True), expected)
+    errors["parameters that are DTensors"] = worst(in_all_processes(replicated, problem, mesh, rows, whole=True), expected)
 
     def checkpointed(layer: Any, *tensors: Any) -> list[Any]:
         return list(checkpoint(layer, *tensors, use_reentrant=False))
 
-    errors["checkpoint"] = worst(together(layer, given, mesh, rows, checkpointed), expected)
+    errors["checkpoint"] = worst(in_all_processes(layer, problem, mesh, rows, checkpointed), expected)
     batches = example(5, batch=3)
-    found = together(layer, batches, two, [Shard(0), Shard(1)])
-    errors["batches and rows"] = worst(found, differentiate(layer, batches))
+    actual = in_all_processes(layer, batches, two, [Shard(0), Shard(1)])
+    errors["batches and rows"] = worst(actual, differentiate(layer, batches))
     hooked = layer_of("pairformer block")
     for module in (hooked.pair_stack.tri_mul_out.linear_a_p, hooked.pair_stack.tri_mul_in.linear_z):
         module.register_forward_hook(lambda *_: None)
-    errors["hooks"] = worst(together(hooked, given, mesh, rows), expected)
+    errors["hooks"] = worst(in_all_processes(hooked, problem, mesh, rows), expected)
     products._SLICES = 1
-    errors["one slice"] = worst(together(layer, given, mesh, rows), expected)
+    errors["one slice"] = worst(in_all_processes(layer, problem, mesh, rows), expected)
     products._SLICES = 4
-    errors["fsdp"] = fsdp(mesh, given, expected)
-    errors["dropout"] = dropout(mesh, given)
+    errors["fsdp"] = fsdp(mesh, problem, expected)
+    errors["dropout"] = dropout(mesh, problem)
     return errors
 
 
-def fsdp(mesh: Any, given: Given, expected: list[Tensor]) -> float:
+def fsdp(mesh: Any, problem: Given, expected: list[Tensor]) -> float:
     """Parameters that FSDP splits over the processes of the rows, and averages gradients over."""
     layer: Any = fully_shard(layer_of("pairformer block"), mesh=mesh)
-    tensors = spread(given, mesh, SPLITS["rows"])
+    tensors = spread(problem, mesh, SPLITS["rows"])
     s, z = (tensors[name].requires_grad_() for name in ("s", "z"))
-    made = call(layer, s, z, tensors["mask"], tensors["pairs"])
-    torch.autograd.backward(made, [tensors["ds"], tensors["dz"]])
+    output = call(layer, s, z, tensors["mask"], tensors["pairs"])
+    torch.autograd.backward(output, [tensors["ds"], tensors["dz"]])
     gradients = [x.grad.full_tensor() * PROCESSES for x in layer.parameters()]
-    return worst([*(x.full_tensor() for x in (*made, s.grad, z.grad)), *gradients], expected)
+    return worst([*(x.full_tensor() for x in (*output, s.grad, z.grad)), *gradients], expected)
 
 
-def dropout(mesh: Any, given: Given) -> float:
+def dropout(mesh: Any, problem: Given) -> float:
     """The first process draws for all: they drop what it alone would."""
-    layer, found = layer_of("pairformer block").train(), []
+    layer, outputs = layer_of("pairformer block").train(), []
     for split in ("rows", "columns"):
         torch.manual_seed(5)
-        expected = differentiate(layer, given)
+        expected = differentiate(layer, problem)
         torch.manual_seed(5 + dist.get_rank())
-        found.append(worst(together(layer, given, mesh, SPLITS[split]), expected))
-    return max(found)
+        outputs.append(worst(in_all_processes(layer, problem, mesh, SPLITS[split]), expected))
+    return max(outputs)
 
 
 class Collectives(TorchDispatchMode):
@@ -200,24 +204,24 @@ class Collectives(TorchDispatchMode):
 
 def sent(mesh: Any) -> dict[str, dict[str, int]]:
     """What a forward and a backward send."""
-    found = {}
+    counts = {}
     for name in ("outgoing", "incoming", "transition", "pair bias", "pairformer block"):
-        layer, given = layer_of(name), spread(example(8), mesh, SPLITS["rows"])
-        s, z = (given[name].requires_grad_() for name in ("s", "z"))
+        layer, problem = layer_of(name), spread(example(8), mesh, SPLITS["rows"])
+        s, z = (problem[name].requires_grad_() for name in ("s", "z"))
         with Collectives() as forward:
-            made = call(layer, s, z, given["mask"], given["pairs"])
+            output = call(layer, s, z, problem["mask"], problem["pairs"])
         with Collectives() as backward:
-            torch.autograd.backward(made, [given["ds"] if x.ndim == 3 else given["dz"] for x in made])
+            torch.autograd.backward(output, [problem["ds"] if x.ndim == 3 else problem["dz"] for x in output])
         for way, mode in (("forward", forward), ("backward", backward)):
-            found[f"{name}, {way}"] = dict(mode.counts)
-    return found
+            counts[f"{name}, {way}"] = dict(mode.counts)
+    return counts
 
 
 def refused(mesh: Any, two: Any) -> dict[str, str]:
     """What is said of what does not fit."""
-    given = spread(example(8), mesh, SPLITS["rows"])
+    problem = spread(example(8), mesh, SPLITS["rows"])
     plain = example(8)
-    s, z, mask, pairs = (given[name] for name in ("s", "z", "mask", "pairs"))
+    s, z, mask, pairs = (problem[name] for name in ("s", "z", "mask", "pairs"))
     block, multiply, bias, transition = (layer_of(x) for x in ("pair block", "outgoing", "pair bias", "transition"))
     calls: dict[str, Callable[[], Any]] = {
         "channels": lambda: multiply(distribute_tensor(plain["z"], mesh, [Shard(3)])),
@@ -245,18 +249,18 @@ def refused(mesh: Any, two: Any) -> dict[str, str]:
 
 def compiled(mesh: Any) -> float:
     """How far compiled code is from code that is not."""
-    layer, given = layer_of("incoming"), example(9)
+    layer, problem = layer_of("incoming"), example(9)
 
     def run(layer: Any, s: Any, z: Any, mask: Any, pairs: Any) -> list[Any]:
         return [torch.compile(layer, fullgraph=True, backend="aot_eager")(z, pairs)]
 
-    return worst(together(layer, given, mesh, SPLITS["rows"], run), differentiate(layer, given))
+    return worst(in_all_processes(layer, problem, mesh, SPLITS["rows"], run), differentiate(layer, problem))
 
 
 def few(mesh: Any, two: Any) -> dict[str, Any]:
-    layer, given = layer_of("pairformer block"), example(9)
-    expected = differentiate(layer, given)
-    errors = {name: worst(together(layer, given, mesh, SPLITS[name]), expected) for name in ("rows", "columns")}
+    layer, problem = layer_of("pairformer block"), example(9)
+    expected = differentiate(layer, problem)
+    errors = {name: worst(in_all_processes(layer, problem, mesh, SPLITS[name]), expected) for name in ("rows", "columns")}
     return {"errors": errors, "sent": sent(mesh), "refused": refused(mesh, two)}
 
 
@@ -275,31 +279,31 @@ def run_processes(folder: pathlib.Path, which: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_processes(tmp_path_factory.mktemp("few"), "few")
 
 
-def test_a_block(found: Any) -> None:
+def test_a_block(results: Any) -> None:
     """Outputs and all gradients."""
-    for name, error in found["errors"].items():
+    for name, error in results["errors"].items():
         assert error < 1e-10, name
 
 
 @pytest.mark.slow
 def test_all_layers(tmp_path: pathlib.Path) -> None:
     """Outputs and all gradients of each layer, and the ways in which a block is trained."""
-    found = run_processes(tmp_path, "many")
-    assert len(found["layers"]) == 10 * len(LAYERS)
-    for name, error in (*found["layers"].items(), *found["blocks"].items(), ("compiled", found["compiled"])):
+    actual = run_processes(tmp_path, "many")
+    assert len(actual["layers"]) == 10 * len(LAYERS)
+    for name, error in (*actual["layers"].items(), *actual["blocks"].items(), ("compiled", actual["compiled"])):
         assert error < 1e-10, name
 
 
-def test_what_is_sent(found: Any) -> None:
+def test_what_is_sent(results: Any) -> None:
     """Of a multiplication three all-to-alls for each of two slices of channels. Of the block these twice, the bias and its
     gradient, what one attention exchanges, keys and mask of the single track.
     """
     gather, exchange = "allgather_base", "alltoall_base"
-    assert found["sent"] == {
+    assert results["sent"] == {
         **{f"{name}, {way}": {exchange: 6} for name in ("outgoing", "incoming") for way in ("forward", "backward")},
         **{f"transition, {way}": {} for way in ("forward", "backward")},
         "pair bias, forward": {gather: 1, "all_gather_into_tensor": 1},
@@ -326,8 +330,8 @@ def test_what_is_sent(found: Any) -> None:
         ("in place", "ValueError: in_place=True takes no DTensors"),
     ],
 )
-def test_what_does_not_fit(name: str, words: str, found: Any) -> None:
-    assert re.match(words, found["refused"][name])
+def test_what_does_not_fit(name: str, words: str, results: Any) -> None:
+    assert re.match(words, results["refused"][name])
 
 
 def one_dies(folder: str) -> None:

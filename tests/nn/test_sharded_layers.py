@@ -31,9 +31,9 @@ LENGTHS = (8, 9, 3)
 """Of 9 residues the processes have 3, 3, 3 and none; of 3 one each, and the last none."""
 
 
-def layer_of(node: str, **wishes: Any) -> TriangleAttention:
+def layer_of(node: str, **options: Any) -> TriangleAttention:
     torch.manual_seed(0)
-    layer = TriangleAttention(12, 8, 2, starting=NODES[node], **wishes).double()
+    layer = TriangleAttention(12, 8, 2, starting=NODES[node], **options).double()
     for x in layer.parameters():
         nn.init.normal_(x, std=0.3)
     return layer
@@ -48,33 +48,33 @@ def example(length: int, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     return z, mask, do
 
 
-def alone(layer: TriangleAttention, z: Tensor, mask: Tensor | None, do: Tensor) -> list[Tensor]:
+def in_one_process(layer: TriangleAttention, z: Tensor, mask: Tensor | None, do: Tensor) -> list[Tensor]:
     """Output and gradients of one process."""
     z = z.clone().requires_grad_()
     o = layer(z, mask)
     return [o.detach(), *torch.autograd.grad(o, [z, *layer.parameters()], do)]
 
 
-def together(
+def in_all_processes(
     layer: TriangleAttention, mesh: Any, placements: Any, z: Tensor, mask: Tensor | None, do: Tensor, whole: bool = False
 ) -> list[Tensor]:
     """The same of all processes. Of plain parameters each has a part of the gradient, which is summed here."""
     z = distribute_tensor(z, mesh, placements).requires_grad_()
-    held = None if mask is None else distribute_tensor(mask, mesh, placements)
+    distributed_mask = None if mask is None else distribute_tensor(mask, mesh, placements)
     parameters = list(layer.parameters())
-    o = layer(z, held)
+    o = layer(z, distributed_mask)
     assert o.placements == tuple(placements), o.placements  # type: ignore[attr-defined]
-    found = torch.autograd.grad(o, [z, *parameters], distribute_tensor(do, mesh, placements))
-    assert found[0].placements == tuple(placements)  # type: ignore[attr-defined]
-    made: list[Any] = [o.detach(), *found]
+    gradients = torch.autograd.grad(o, [z, *parameters], distribute_tensor(do, mesh, placements))
+    assert gradients[0].placements == tuple(placements)  # type: ignore[attr-defined]
+    results: list[Any] = [o.detach(), *gradients]
     if not whole:
-        for x in found[1:]:
+        for x in gradients[1:]:
             dist.all_reduce(x)
-    return [x.full_tensor() if hasattr(x, "full_tensor") else x for x in made]
+    return [x.full_tensor() if hasattr(x, "full_tensor") else x for x in results]
 
 
-def worst(found: list[Tensor], expected: list[Tensor]) -> float:
-    return max(relative_error(x, y) for x, y in zip(found, expected, strict=True))
+def worst(actual: list[Tensor], expected: list[Tensor]) -> float:
+    return max(relative_error(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 def all_errors(mesh: Any) -> dict[str, float]:
@@ -85,24 +85,26 @@ def all_errors(mesh: Any) -> dict[str, float]:
         for length in LENGTHS:
             z, mask, do = example(length)
             for name, placements in (("rows", ROWS), ("columns", COLUMNS), ("whole", [Replicate()])):
-                found = together(layer, mesh, placements, z, mask, do, whole=name == "whole")
-                errors[f"{node}, {length}, {name}"] = worst(found, alone(layer, z, mask, do))
+                actual = in_all_processes(layer, mesh, placements, z, mask, do, whole=name == "whole")
+                errors[f"{node}, {length}, {name}"] = worst(actual, in_one_process(layer, z, mask, do))
         z, mask, do = example(8)
-        errors[f"{node}, no mask"] = worst(together(layer, mesh, ROWS, z, None, do), alone(layer, z, None, do))
+        errors[f"{node}, no mask"] = worst(in_all_processes(layer, mesh, ROWS, z, None, do), in_one_process(layer, z, None, do))
         residual = layer_of(node, residual=True)
-        errors[f"{node}, residual"] = worst(together(residual, mesh, ROWS, z, mask, do), alone(residual, z, mask, do))
+        errors[f"{node}, residual"] = worst(
+            in_all_processes(residual, mesh, ROWS, z, mask, do), in_one_process(residual, z, mask, do)
+        )
         replicated = distribute_module(copy.deepcopy(layer), mesh)
-        found = together(replicated, mesh, ROWS, z, mask, do, whole=True)  # type: ignore[arg-type]
-        errors[f"{node}, parameters that are DTensors"] = worst(found, alone(layer, z, mask, do))
+        actual = in_all_processes(replicated, mesh, ROWS, z, mask, do, whole=True)  # type: ignore[arg-type]
+        errors[f"{node}, parameters that are DTensors"] = worst(actual, in_one_process(layer, z, mask, do))
         errors[f"{node}, one mask for all rows"] = one_mask(layer, mesh)
     return errors
 
 
 def one_mask(layer: TriangleAttention, mesh: Any) -> float:
     z, mask, _ = example(9)
-    held = distribute_tensor(mask[:, :1].contiguous(), mesh, [Replicate()])
-    found = layer(distribute_tensor(z, mesh, ROWS), held).full_tensor()  # type: ignore[attr-defined]
-    return relative_error(found, layer(z, mask[:, :1]))
+    distributed_mask = distribute_tensor(mask[:, :1].contiguous(), mesh, [Replicate()])
+    actual = layer(distribute_tensor(z, mesh, ROWS), distributed_mask).full_tensor()  # type: ignore[attr-defined]
+    return relative_error(actual, layer(z, mask[:, :1]))
 
 
 def on_two_dimensions(mesh: Any) -> dict[str, float]:
@@ -110,8 +112,8 @@ def on_two_dimensions(mesh: Any) -> dict[str, float]:
     errors = {}
     for node in NODES:
         layer = layer_of(node)
-        given = example(5, batch=3)
-        errors[node] = worst(together(layer, mesh, [Shard(0), Shard(1)], *given), alone(layer, *given))
+        inputs = example(5, batch=3)
+        errors[node] = worst(in_all_processes(layer, mesh, [Shard(0), Shard(1)], *inputs), in_one_process(layer, *inputs))
     return errors
 
 
@@ -120,7 +122,7 @@ def fsdp(mesh: Any) -> dict[str, float]:
     errors = {}
     for node in NODES:
         z, mask, do = example(9)
-        expected = alone(layer_of(node), z, mask, do)
+        expected = in_one_process(layer_of(node), z, mask, do)
         layer = fully_shard(layer_of(node), mesh=mesh)
         z = distribute_tensor(z, mesh, ROWS).requires_grad_()
         o: Any = layer(z, distribute_tensor(mask, mesh, ROWS))
@@ -132,30 +134,30 @@ def fsdp(mesh: Any) -> dict[str, float]:
 
 def dropped(mesh: Any) -> dict[str, Any]:
     """Which entries of each row are dropped: the same of all rows that attend alike."""
-    found = {}
+    outputs = {}
     for node in NODES:
         layer = layer_of(node, dropout=0.5).train()
         z, _, _ = example(8)
         torch.manual_seed(dist.get_rank())
-        found[node] = layer(distribute_tensor(z, mesh, ROWS)).full_tensor() == 0  # type: ignore[attr-defined]
-    return found
+        outputs[node] = layer(distribute_tensor(z, mesh, ROWS)).full_tensor() == 0  # type: ignore[attr-defined]
+    return outputs
 
 
 def sent(mesh: Any) -> dict[str, dict[str, int]]:
     """What a forward and a backward send."""
-    found = {}
+    traffic = {}
     z, mask, do = example(8)
     for node in NODES:
         layer = layer_of(node)
-        given = distribute_tensor(z, mesh, ROWS).requires_grad_()
-        held, cotangent = distribute_tensor(mask, mesh, ROWS), distribute_tensor(do, mesh, ROWS)
+        inputs = distribute_tensor(z, mesh, ROWS).requires_grad_()
+        distributed_mask, cotangent = distribute_tensor(mask, mesh, ROWS), distribute_tensor(do, mesh, ROWS)
         with CommDebugMode() as forward:
-            o = layer(given, held)
+            o = layer(inputs, distributed_mask)
         with CommDebugMode() as backward:
             o.backward(cotangent)
         for name, mode in (("forward", forward), ("backward", backward)):
-            found[f"{node}, {name}"] = {str(op): count for op, count in mode.get_comm_counts().items()}
-    return found
+            traffic[f"{node}, {name}"] = {str(op): count for op, count in mode.get_comm_counts().items()}
+    return traffic
 
 
 def refused(mesh: Any, two: Any) -> dict[str, str]:
@@ -195,27 +197,27 @@ def measure() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return distributed.results(measure, tmp_path_factory.mktemp("processes"), processes=PROCESSES)[0]
 
 
-def test_outputs_and_all_gradients(found: Any) -> None:
-    assert len(found["errors"]) == 26
-    for name, error in (*found["errors"].items(), *found["two"].items(), *found["fsdp"].items()):
+def test_outputs_and_all_gradients(results: Any) -> None:
+    assert len(results["errors"]) == 26
+    for name, error in (*results["errors"].items(), *results["two"].items(), *results["fsdp"].items()):
         assert error < 1e-12, name
 
 
-def test_rows_drop_the_same_entries(found: Any) -> None:
-    start, end = found["dropped"]["start"][0], found["dropped"]["end"][0]
+def test_rows_drop_the_same_entries(results: Any) -> None:
+    start, end = results["dropped"]["start"][0], results["dropped"]["end"][0]
     for x in (start, end.transpose(0, 1)):
         assert 0.2 < x.double().mean() < 0.8
         assert bool((x == x[:1]).all())
 
 
-def test_what_is_sent(found: Any) -> None:
+def test_what_is_sent(results: Any) -> None:
     """The bias once and the gradients of it; around the ending node z, the mask and the update too, once each."""
     gather, exchange = "c10d._allgather_base_", "c10d.alltoall_base_"
-    assert found["sent"] == {
+    assert results["sent"] == {
         "start, forward": {gather: 1},
         "start, backward": {exchange: 1},
         "end, forward": {gather: 1, exchange: 3},
@@ -235,5 +237,5 @@ def test_what_is_sent(found: Any) -> None:
         ("another layer", "TypeError: m must be a plain tensor, got a DTensor: gather it first"),
     ],
 )
-def test_what_does_not_fit(name: str, words: str, found: Any) -> None:
-    assert re.match(words, found["refused"][name])
+def test_what_does_not_fit(name: str, words: str, results: Any) -> None:
+    assert re.match(words, results["refused"][name])

@@ -41,8 +41,8 @@ def by_calls(layer: TriangleAttention, z: Tensor) -> Tensor:
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + layer.linear(normed).movedim(-1, -3).unsqueeze(-4)
     o = (scores.softmax(-1) @ v).transpose(-2, -3).flatten(-2)
     assert mha.linear_g is not None
-    made: Tensor = mha.linear_o(o * mha.linear_g(normed).sigmoid())
-    return made if layer.starting else made.transpose(-2, -3)
+    output: Tensor = mha.linear_o(o * mha.linear_g(normed).sigmoid())
+    return output if layer.starting else output.transpose(-2, -3)
 
 
 def assert_as_called(layer: TriangleAttention) -> None:
@@ -54,12 +54,12 @@ def assert_as_called(layer: TriangleAttention) -> None:
             parameter.mul_(1.3)
     layer.eval()  # spectral norm iterates in training
     leaves = [z, *(p for p in layer.parameters() if p.requires_grad)]
-    found, wanted = layer(z), by_calls(layer, z)
+    actual, wanted = layer(z), by_calls(layer, z)
     cotangent = torch.randn_like(wanted)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-    gradients = (torch.autograd.grad(x, leaves, cotangent, allow_unused=True) for x in (found, wanted))
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-10)
+    gradients = (torch.autograd.grad(x, leaves, cotangent, allow_unused=True) for x in (actual, wanted))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("starting", [True, False])
@@ -124,9 +124,9 @@ def test_an_adapter_under_autocast_and_beside_a_narrower_input(dtype: torch.dtyp
     z = torch.randn(1, 6, 6, 16)
     wanted = by_calls(layer, z).detach()
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
-        found = layer(z.to(dtype))
-    assert found.dtype == torch.bfloat16
-    assert float((found.detach().float() - wanted).norm() / wanted.norm()) < 0.05
+        actual = layer(z.to(dtype))
+    assert actual.dtype == torch.bfloat16
+    assert float((actual.detach().float() - wanted).norm() / wanted.norm()) < 0.05
 
 
 def test_what_is_put_around_a_container_is_refused() -> None:
@@ -155,24 +155,24 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] =
 """How each layer is made, and the shapes of what it takes."""
 
 
-def made(name: str) -> tuple[nn.Module, list[Tensor]]:
+def layer_and_inputs(name: str) -> tuple[nn.Module, list[Tensor]]:
     torch.manual_seed(0)
     make, shapes = LAYERS[name]
     layer = make()
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.4)
-    given = [torch.randn(shape) for shape in shapes]
+    inputs = [torch.randn(shape) for shape in shapes]
     if name not in ("pair bias", "condition"):
-        given[-1] = torch.ones(shapes[-1])
-    return layer, given
+        inputs[-1] = torch.ones(shapes[-1])
+    return layer, inputs
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_second_derivative_raises(name: str) -> None:
-    layer, given = made(name)
-    x = given[0].requires_grad_()
+    layer, inputs = layer_and_inputs(name)
+    x = inputs[0].requires_grad_()
     parameters = list(layer.parameters())
-    (dx,) = torch.autograd.grad(layer(*given).square().sum(), x, create_graph=True)
+    (dx,) = torch.autograd.grad(layer(*inputs).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(dx.square().sum(), x, retain_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
@@ -181,32 +181,32 @@ def test_a_second_derivative_raises(name: str) -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_an_output_changed_in_place(name: str) -> None:
-    layer, given = made(name)
+    layer, inputs = layer_and_inputs(name)
     parameters = list(layer.parameters())
-    scale = torch.randn(layer(*given).shape)
-    wanted = torch.autograd.grad((layer(*given) * scale).relu().sum(), parameters)
-    out = layer(*given)
+    scale = torch.randn(layer(*inputs).shape)
+    wanted = torch.autograd.grad((layer(*inputs) * scale).relu().sum(), parameters)
+    out = layer(*inputs)
     out *= scale
     out.relu_()
-    for one, other in zip(torch.autograd.grad(out.sum(), parameters), wanted, strict=True):
-        torch.testing.assert_close(one, other)
+    for x, y in zip(torch.autograd.grad(out.sum(), parameters), wanted, strict=True):
+        torch.testing.assert_close(x, y)
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_of_many_cotangents_at_once(name: str) -> None:
-    layer, given = made(name)
-    given = given[:-1] if name not in ("pair bias", "condition") else given
-    parameters, out = list(layer.parameters()), layer(*given)
+    layer, args = layer_and_inputs(name)
+    args = args[:-1] if name not in ("pair bias", "condition") else args
+    parameters, out = list(layer.parameters()), layer(*args)
     cotangents = torch.randn(3, *out.shape)
-    found = torch.autograd.grad(out, parameters, cotangents, retain_graph=True, is_grads_batched=True)
+    actual = torch.autograd.grad(out, parameters, cotangents, retain_graph=True, is_grads_batched=True)
     each = [torch.autograd.grad(out, parameters, cotangent, retain_graph=True) for cotangent in cotangents]
-    for one, others in zip(found, zip(*each, strict=True), strict=True):
+    for one, others in zip(actual, zip(*each, strict=True), strict=True):
         torch.testing.assert_close(one, torch.stack(others), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["starting node", "ending node", "columns", "global columns"])
 def test_float64_under_autocast_has_gradients(name: str) -> None:
-    layer, (x, *_) = made(name)
+    layer, (x, *_) = layer_and_inputs(name)
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(x.double().requires_grad_())
     assert out.dtype == torch.bfloat16
@@ -216,7 +216,7 @@ def test_float64_under_autocast_has_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("mask", [(1, 1, 6), (1, 5, 6), (1, 5, 1), (1, 1, 1)])
 def test_a_mask_that_broadcasts_in_global_attention(mask: tuple[int, ...]) -> None:
-    layer, (m, _) = made("global columns")
+    layer, (m, _) = layer_and_inputs("global columns")
     torch.manual_seed(2)
     weights = (torch.rand(mask) > 0.3).float()
     torch.testing.assert_close(layer(m, weights), layer(m, weights.expand(MASK).contiguous()))

@@ -20,7 +20,7 @@ MODULES = {
 EACH = pytest.mark.parametrize(("activation", "path"), [(x, path) for x, paths in MODULES.items() for path in paths])
 
 
-def made(activation: str, *, residual: bool = False) -> Transition:
+def layer_of(activation: str, *, residual: bool = False) -> Transition:
     torch.manual_seed(0)
     layer = Transition(8, 2, activation=activation, residual=residual).double()
     for x in layer.parameters():
@@ -35,8 +35,10 @@ def dense(layer: Transition, x: Tensor, mask: Tensor) -> Tensor:
 def by_calls(layer: Transition, x: Tensor, mask: Tensor) -> Tensor:
     """The update, with each sub-module called, one that only holds others too."""
     y = layer.layer_norm(x)
-    made: Tensor = layer.linear_2(layer.linear_1(y).relu()) if layer.activation == "relu" else layer.linear_out(layer.swiglu(y))
-    return made * mask[..., None]
+    output: Tensor = (
+        layer.linear_2(layer.linear_1(y).relu()) if layer.activation == "relu" else layer.linear_out(layer.swiglu(y))
+    )
+    return output * mask[..., None]
 
 
 def rows() -> tuple[Tensor, Tensor]:
@@ -50,9 +52,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     operator = of_layer.transition
 
-    def counted(*given: Tensor, **named: object) -> Tensor:
+    def counted(*args: Tensor, **named: object) -> Tensor:
         seen.append("operator")
-        return operator(*given, **named)  # type: ignore[arg-type]
+        return operator(*args, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(of_layer, "transition", counted)
     return seen
@@ -60,11 +62,11 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_names() -> None:
     """They are those of OpenFold-3 and OpenFold."""
-    assert set(made("swiglu").state_dict()) == {
+    assert set(layer_of("swiglu").state_dict()) == {
         "layer_norm.weight", "layer_norm.bias", "swiglu.linear_a.weight", "swiglu.linear_b.weight", "linear_out.weight"
     }  # fmt: skip
     kinds = {f"{name}.{kind}" for name in MODULES["relu"] for kind in ("weight", "bias")}
-    assert set(made("relu").state_dict()) == kinds
+    assert set(layer_of("relu").state_dict()) == kinds
     assert "linear_out.bias" in Transition(8, bias=True).state_dict()
 
 
@@ -78,7 +80,7 @@ def test_a_new_layer_changes_nothing(activation: str) -> None:
 
 @EACH
 def test_hooks_run(activation: str, path: str, called: list[str]) -> None:
-    layer, (x, mask), seen = made(activation), rows(), []
+    layer, (x, mask), seen = layer_of(activation), rows(), []
     layer(x, mask)
     assert called == ["operator"]
     layer.get_submodule(path).register_forward_hook(lambda *_: seen.append(path))
@@ -89,20 +91,20 @@ def test_hooks_run(activation: str, path: str, called: list[str]) -> None:
 @EACH
 def test_modules_may_be_wrapped(activation: str, path: str, called: list[str]) -> None:
     """The update and all gradients are those of a layer that calls its modules. The wrapper triples what its module returns."""
-    layer, (x, mask) = made(activation), rows()
+    layer, (x, mask) = layer_of(activation), rows()
     parent, _, name = path.rpartition(".")
     setattr(layer.get_submodule(parent), name, Wrapper(layer.get_submodule(path)))
     leaves = [x.requires_grad_(), *layer.parameters()]
-    found, right = layer(x, mask), by_calls(layer, x, mask)
-    torch.testing.assert_close(found, right)
+    actual, right = layer(x, mask), by_calls(layer, x, mask)
+    torch.testing.assert_close(actual, right)
     do = torch.randn_like(right)
-    for one, other in zip(torch.autograd.grad(found, leaves, do), torch.autograd.grad(right, leaves, do), strict=True):
-        torch.testing.assert_close(one, other)
+    for a, b in zip(torch.autograd.grad(actual, leaves, do), torch.autograd.grad(right, leaves, do), strict=True):
+        torch.testing.assert_close(a, b)
     assert not called
 
 
 def test_a_swiglu_of_another_kind(called: list[str]) -> None:
-    layer, (x, mask) = made("swiglu"), rows()
+    layer, (x, mask) = layer_of("swiglu"), rows()
     layer.swiglu = nn.Sequential(nn.Linear(8, 16), nn.GELU()).double()  # type: ignore[assignment]
     torch.testing.assert_close(layer(x, mask), by_calls(layer, x, mask))
     assert not called
@@ -111,7 +113,7 @@ def test_a_swiglu_of_another_kind(called: list[str]) -> None:
 @pytest.mark.parametrize("activation", MODULES)
 @pytest.mark.parametrize("hooked", [False, True])
 def test_in_place(activation: str, hooked: bool) -> None:
-    layer, (x, mask) = made(activation, residual=True), rows()
+    layer, (x, mask) = layer_of(activation, residual=True), rows()
     with torch.no_grad():
         right = layer(x, mask)
         if hooked:
@@ -122,17 +124,17 @@ def test_in_place(activation: str, hooked: bool) -> None:
 
 def test_add_to() -> None:
     """x is added whatever `residual` says."""
-    (x, mask), update = rows(), made("relu")
+    (x, mask), update = rows(), layer_of("relu")
     right = x + update(x, mask)
     with torch.no_grad():
-        for layer in (update, made("relu", residual=True)):
+        for layer in (update, layer_of("relu", residual=True)):
             torch.testing.assert_close(layer.add_to(x, mask, in_place=False), right)
         assert update.add_to(x, mask, in_place=True) is x
     torch.testing.assert_close(x, right)
 
 
 def test_weights_of_boltz() -> None:
-    layer, (x, _) = made("swiglu"), rows()
+    layer, (x, _) = layer_of("swiglu"), rows()
     names = {"layer_norm": "norm", "swiglu.linear_a": "fc1", "swiglu.linear_b": "fc2", "linear_out": "fc3"}
     state = {f"{names[name.rpartition('.')[0]]}.{name.rpartition('.')[2]}": y for name, y in layer.state_dict().items()}
     other = Transition(8, 2).double()

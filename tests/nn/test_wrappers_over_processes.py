@@ -31,12 +31,12 @@ Sharded = Callable[[nn.Module], tuple[nn.Module, Callable[[], Gradients]]]
 """Takes a layer. Returns the module to call, and what finds the gradients of all parameters after a backward."""
 
 
-def whole(tensors: Any) -> Gradients:
+def gathered(tensors: Any) -> Gradients:
     return [x.full_tensor() if hasattr(x, "full_tensor") else x for x in tensors]
 
 
 def gradients_of(module: nn.Module) -> Callable[[], Gradients]:
-    return lambda: whole(x.grad for x in module.parameters())
+    return lambda: gathered(x.grad for x in module.parameters())
 
 
 def by_ddp(layer: nn.Module) -> tuple[nn.Module, Callable[[], Gradients]]:
@@ -50,8 +50,8 @@ def by_fsdp1(
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     before = {name: x.detach().clone() for name, x in layer.named_parameters()}
-    wishes: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": original}
-    model = FullyShardedDataParallel(layer, auto_wrap_policy=policy, sharding_strategy=ShardingStrategy[strategy], **wishes)
+    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": original}
+    model = FullyShardedDataParallel(layer, auto_wrap_policy=policy, sharding_strategy=ShardingStrategy[strategy], **options)
 
     def find() -> Gradients:
         """The gradients as an optimizer sees them."""
@@ -83,17 +83,17 @@ def sharded() -> dict[str, Sharded]:
         "adaptive norm": ModuleWrapPolicy({AdaLN}),
         "by size": functools.partial(size_based_auto_wrap_policy, min_num_params=100),
     }
-    made: dict[str, Sharded] = {
+    makers: dict[str, Sharded] = {
         "DDP": by_ddp,
         "FSDP2, whole": functools.partial(by_fsdp2, each=False),
         "FSDP2, each sub-module": functools.partial(by_fsdp2, each=True),
         "FSDP1, flat": functools.partial(by_fsdp1, strategy="FULL_SHARD", policy=policies["projections"], original=False),
     }
     for name, policy in policies.items():
-        made[f"FSDP1, FULL_SHARD, {name}"] = functools.partial(by_fsdp1, strategy="FULL_SHARD", policy=policy)
+        makers[f"FSDP1, FULL_SHARD, {name}"] = functools.partial(by_fsdp1, strategy="FULL_SHARD", policy=policy)
     for name in ("whole", "projections and norms"):
-        made[f"FSDP1, NO_SHARD, {name}"] = functools.partial(by_fsdp1, strategy="NO_SHARD", policy=policies[name])
-    return made
+        makers[f"FSDP1, NO_SHARD, {name}"] = functools.partial(by_fsdp1, strategy="NO_SHARD", policy=policies[name])
+    return makers
 
 
 def means(name: str, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -106,10 +106,10 @@ def means(name: str, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 def trained(model: nn.Module, find: Callable[[], Gradients], name: str) -> list[Tensor]:
-    given, cotangent = example(name, dist.get_rank())
-    o = model(*given)
+    inputs, cotangent = example(name, dist.get_rank())
+    o = model(*inputs)
     o.backward(cotangent)
-    return [o.detach(), *(x.grad for x in given[:-1]), *find()]
+    return [o.detach(), *(x.grad for x in inputs[:-1]), *find()]
 
 
 def all_errors(mesh: Any) -> dict[str, float]:
@@ -129,12 +129,12 @@ def heads_over_processes(name: str, mesh: Any) -> float:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     layer: Any = layer_of(name)
-    given, cotangent = example(name)
-    expected = step(layer, list(layer.parameters()), given, cotangent)
+    inputs, cotangent = example(name)
+    expected = step(layer, list(layer.parameters()), inputs, cotangent)
     columns = {f"mha.linear_{x}": ColwiseParallel() for x in "qkvg"}
     parallelize_module(layer, mesh, {**columns, "linear": ColwiseParallel(), "mha.linear_o": RowwiseParallel()})
     layer.no_heads //= PROCESSES
-    return worst(whole(step(layer, list(layer.parameters()), given, cotangent)), expected)
+    return worst(gathered(step(layer, list(layer.parameters()), inputs, cotangent)), expected)
 
 
 def refused() -> dict[str, str]:
@@ -172,19 +172,19 @@ def in_processes(work: Callable[[], object], folder: pathlib.Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return in_processes(measure, tmp_path_factory.mktemp("processes"))
 
 
-def test_over_processes(found: Any) -> None:
-    assert len(found["errors"]) == len(LAYERS) * 11 + 2
-    assert {name: error for name, error in found["errors"].items() if not error < TOLERANCE} == {}
+def test_over_processes(measured: Any) -> None:
+    assert len(measured["errors"]) == len(LAYERS) * 11 + 2
+    assert {name: error for name, error in measured["errors"].items() if not error < TOLERANCE} == {}
 
 
 @pytest.mark.parametrize("name", ["FSDP1", "FSDP2"])
-def test_a_sharded_container_is_refused(name: str, found: Any) -> None:
+def test_a_sharded_container_is_refused(name: str, measured: Any) -> None:
     kind = {"FSDP1": "FullyShardedDataParallel", "FSDP2": "FSDPAttention"}[name]
-    assert found["refused"][name] == (
+    assert measured["refused"][name] == (
         f"mha must be the Attention that the layer made, got {kind}: the layer never calls mha. "
         "Wrap or shard the whole layer, or the projections inside mha"
     )
@@ -198,9 +198,9 @@ def measure_zero3() -> dict[str, Any]:
 
     stage = {"stage": 3, "stage3_param_persistence_threshold": 0}
     settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": stage, "zero_allow_untested_optimizer": True}
-    found: dict[str, Any] = {}
+    errors: dict[str, Any] = {}
     for name in LAYERS:
-        expected, (given, cotangent) = means(name, torch.float32), example(name, rank, torch.float32)
+        expected, (inputs, cotangent) = means(name, torch.float32), example(name, rank, torch.float32)
         for leaf in (False, True):
             layer = layer_of(name).float()
             if leaf:
@@ -210,22 +210,22 @@ def measure_zero3() -> dict[str, Any]:
             assert all(not x.numel() for x in layer.parameters())
             if not leaf:
                 try:
-                    model(*given)
+                    model(*inputs)
                 except TypeError as error:
-                    found[f"{name}, refused"] = str(error)
+                    errors[f"{name}, refused"] = str(error)
                 continue
-            o = model(*given)
+            o = model(*inputs)
             model.backward((o * cotangent).sum())
-            gradients: Gradients = [x.grad for x in given[:-1]]
+            gradients: Gradients = [x.grad for x in inputs[:-1]]
             gradients += [deepspeed.utils.safe_get_full_grad(x) for x in layer.parameters()]
-            found[name] = worst([o.detach(), *gradients], expected)
-    return found
+            errors[name] = worst([o.detach(), *gradients], expected)
+    return errors
 
 
 def test_zero3(tmp_path: pathlib.Path) -> None:
     """A layer is right as a leaf, and else refused: it never calls its container, which has hooks."""
     pytest.importorskip("deepspeed")
-    found = in_processes(measure_zero3, tmp_path)
+    errors = in_processes(measure_zero3, tmp_path)
     for name in LAYERS:
-        assert found[name] < 1e-5, name
-        assert re.search("has hooks .* give deepspeed.utils.set_z3_leaf_modules the layer's class", found[f"{name}, refused"])
+        assert errors[name] < 1e-5, name
+        assert re.search("has hooks .* give deepspeed.utils.set_z3_leaf_modules the layer's class", errors[f"{name}, refused"])

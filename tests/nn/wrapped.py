@@ -39,17 +39,17 @@ def example(name: str, seed: int = 1, dtype: torch.dtype = torch.float64, length
     """What a layer takes, and a cotangent. One row of the mask has no key."""
     torch.manual_seed(seed)
     *shapes, of_mask = (tuple(length if size == 6 else size for size in shape) for shape in LAYERS[name][1])
-    given = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
     mask = (torch.rand(of_mask) > 0.3).to(dtype)
     mask[..., -1, :] = 0
-    return [*given, mask], torch.randn(shapes[0], dtype=dtype)
+    return [*inputs, mask], torch.randn(shapes[0], dtype=dtype)
 
 
-def step(call: Call, leaves: Leaves, given: list[Tensor], cotangent: Tensor) -> list[Tensor]:
+def step(call: Call, leaves: Leaves, inputs: list[Tensor], cotangent: Tensor) -> list[Tensor]:
     """Output, and gradients of the inputs and the leaves."""
-    o = call(*given)
-    return [o.detach(), *torch.autograd.grad(o, [*given[:-1], *leaves], cotangent)]
+    o = call(*inputs)
+    return [o.detach(), *torch.autograd.grad(o, [*inputs[:-1], *leaves], cotangent)]
 
 
-def worst(found: Leaves, expected: Leaves) -> float:
-    return max(relative_error(x, y) for x, y in zip(found, expected, strict=True))
+def worst(actual: Leaves, expected: Leaves) -> float:
+    return max(relative_error(x, y) for x, y in zip(actual, expected, strict=True))

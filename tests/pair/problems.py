@@ -32,7 +32,7 @@ def drawer(dtype: torch.dtype, device: str) -> Callable[..., Tensor]:
 def weights(channels: int, hidden: int, *, bias: bool, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Weights:
     """Weights of norms near 1, and products that keep the size of their input. Without biases the norms are plain, too."""
     draw = drawer(dtype, device)
-    made: Any = {
+    tensors: Any = {
         "norm_in_weight": 1 + draw(channels),
         "norm_in_bias": draw(channels),
         "p_in_weight": draw(2 * hidden, channels),
@@ -47,8 +47,8 @@ def weights(channels: int, hidden: int, *, bias: bool, dtype: torch.dtype = torc
         "g_out_bias": draw(channels),
     }
     if not bias:
-        made |= {name: None for name in made if name.endswith("bias") or "norm" in name}
-    return Weights(**{name: None if x is None else x.requires_grad_() for name, x in made.items()})
+        tensors |= {name: None for name in tensors if name.endswith("bias") or "norm" in name}
+    return Weights(**{name: None if x is None else x.requires_grad_() for name, x in tensors.items()})
 
 
 def inputs(
@@ -62,16 +62,16 @@ def inputs(
     return z.requires_grad_(), mask, do
 
 
-def call(z: Tensor, mask: Tensor | None, given: Weights, options: Options) -> Tensor:
+def call(z: Tensor, mask: Tensor | None, parameters: Weights, options: Options) -> Tensor:
     """The public call."""
     direction = "outgoing" if options.outgoing else "incoming"
-    named: Any = by_name(given)
+    named: Any = by_name(parameters)
     return triangle_multiplication(z, mask, direction=direction, residual=options.residual, eps=options.eps, **named)
 
 
-def differentiated(out: Tensor, z: Tensor, given: Any, do: Tensor) -> list[Tensor]:
+def differentiated(out: Tensor, z: Tensor, parameters: Any, do: Tensor) -> list[Tensor]:
     """The output, and the gradients of z and of all weights."""
-    leaves = [z, *[x for x in given if x is not None]]
+    leaves = [z, *[x for x in parameters if x is not None]]
     return [out, *torch.autograd.grad(out, leaves, do.to(out.dtype))]
 
 
@@ -96,19 +96,19 @@ def dense(z: Tensor, mask: Tensor | None, w: Weights, options: Options) -> Tenso
     return z + update if options.residual else update
 
 
-def worst(found: list[Tensor], exact: list[Tensor]) -> float:
+def worst(actual: list[Tensor], expected: list[Tensor]) -> float:
     """The largest relative error; all must be finite."""
-    assert all(x.isfinite().all() for x in found)
-    return max(relative_error(x, y) for x, y in zip(found, exact, strict=True))
+    assert all(x.isfinite().all() for x in actual)
+    return max(relative_error(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 def truth(
-    x: Tensor, mask: Tensor | None, given: Any, options: Any, do: Tensor, dense: Callable[..., Tensor] = dense
+    x: Tensor, mask: Tensor | None, parameters: Any, options: Any, do: Tensor, dense: Callable[..., Tensor] = dense
 ) -> list[Tensor]:
     """The same by dense torch in float64, from the very numbers that are given."""
     x = x.detach().double().requires_grad_()
-    exact = type(given)(*[None if y is None else y.detach().double().requires_grad_() for y in given])
-    return differentiated(dense(x, None if mask is None else mask.double(), exact, options), x, exact, do)
+    expected = type(parameters)(*[None if y is None else y.detach().double().requires_grad_() for y in parameters])
+    return differentiated(dense(x, None if mask is None else mask.double(), expected, options), x, expected, do)
 
 
 def watch_steps(monkeypatch: pytest.MonkeyPatch, steps: ModuleType, *names: str) -> list[str]:

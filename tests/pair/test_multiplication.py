@@ -25,111 +25,113 @@ DIRECTIONS = pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("lead", [(), (1,), (2, 3)], ids=str)
 def test_float64(direction: str, bias: bool, lead: tuple[int, ...]) -> None:
-    given, (z, mask, do) = weights(6, 10, bias=bias), inputs(lead, 5, 6)
+    parameters, (z, mask, do) = weights(6, 10, bias=bias), inputs(lead, 5, 6)
     options = Options(direction == "outgoing", 1e-5, residual=bias)
-    found = differentiated(call(z, mask if bias else None, given, options), z, given, do)
-    assert worst(found, truth(z, mask if bias else None, given, options, do)) < 1e-12
+    actual = differentiated(call(z, mask if bias else None, parameters, options), z, parameters, do)
+    assert worst(actual, truth(z, mask if bias else None, parameters, options, do)) < 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @DIRECTIONS
 def test_narrower_dtypes(direction: str, dtype: torch.dtype) -> None:
-    given, (z, mask, do) = weights(16, 16, bias=True, dtype=dtype), inputs((1,), 9, 16, dtype)
+    parameters, (z, mask, do) = weights(16, 16, bias=True, dtype=dtype), inputs((1,), 9, 16, dtype)
     options = Options(direction == "outgoing", 1e-5, residual=True)
-    found = differentiated(call(z, mask, given, options), z, given, do)
-    assert {x.dtype for x in found} == {dtype}
+    actual = differentiated(call(z, mask, parameters, options), z, parameters, do)
+    assert {x.dtype for x in actual} == {dtype}
     assert (
-        worst(found, truth(z, mask, given, options, do))
+        worst(actual, truth(z, mask, parameters, options, do))
         < {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     )
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((2, 5, 5), torch.bool), ((2, 1, 5), torch.float32), ((1, 5, 1), torch.int64)])
 def test_masks_of_all_kinds(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    given, (z, _, do) = weights(6, 4, bias=True), inputs((2,), 5, 6)
+    parameters, (z, _, do) = weights(6, 4, bias=True), inputs((2,), 5, 6)
     mask = (3 * torch.rand(shape, generator=torch.Generator().manual_seed(4))).to(dtype)
     options = Options(True, 1e-5, residual=False)
-    found = differentiated(call(z, mask, given, options), z, given, do)
-    assert worst(found, truth(z, mask, given, options, do)) < 1e-12
+    actual = differentiated(call(z, mask, parameters, options), z, parameters, do)
+    assert worst(actual, truth(z, mask, parameters, options, do)) < 1e-12
 
 
 def test_the_gradient_of_a_mask() -> None:
-    given, (z, mask, _) = weights(6, 4, bias=True), inputs((1,), 4, 6)
+    parameters, (z, mask, _) = weights(6, 4, bias=True), inputs((1,), 4, 6)
     mask = mask.double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda mask: call(z, mask, given, Options(True, 1e-5, False)), [mask])
+    assert torch.autograd.gradcheck(lambda mask: call(z, mask, parameters, Options(True, 1e-5, False)), [mask])
 
 
 @pytest.mark.parametrize("frozen", ["weights", "z", "all but one"])
 def test_only_what_is_wanted_has_a_gradient(frozen: str) -> None:
-    given, (z, mask, do) = weights(6, 4, bias=True), inputs((1,), 5, 6)
-    exact = dict(zip(("out", "z", *Weights._fields), truth(z, mask, given, Options(True, 1e-5, False), do), strict=True))
+    parameters, (z, mask, do) = weights(6, 4, bias=True), inputs((1,), 5, 6)
+    expected = dict(
+        zip(("out", "z", *Weights._fields), truth(z, mask, parameters, Options(True, 1e-5, False), do), strict=True)
+    )
     wanted = {"weights": ["z"], "z": list(Weights._fields), "all but one": ["g_in_weight"]}[frozen]
-    for name, x in (("z", z), *given._asdict().items()):
+    for name, x in (("z", z), *parameters._asdict().items()):
         x.requires_grad_(name in wanted)
-    call(z, mask, given, Options(True, 1e-5, False)).backward(do)
-    for name, x in (("z", z), *given._asdict().items()):
+    call(z, mask, parameters, Options(True, 1e-5, False)).backward(do)
+    for name, x in (("z", z), *parameters._asdict().items()):
         assert (x.grad is not None) == (name in wanted), name
-        assert x.grad is None or relative_error(x.grad, exact[name]) < 1e-12, name
+        assert x.grad is None or relative_error(x.grad, expected[name]) < 1e-12, name
 
 
 def test_a_sum_past_the_range_of_float16() -> None:
     """The product t reaches 3e5 here. The norm after it makes that ordinary again."""
-    given = weights(16, 16, bias=False, dtype=torch.float16)
+    parameters = weights(16, 16, bias=False, dtype=torch.float16)
     with torch.no_grad():
-        given.p_in_weight.mul_(64)
+        parameters.p_in_weight.mul_(64)
     z, _, do = inputs((1,), 33, 16, torch.float16)
-    found = differentiated(call(z, None, given, Options(True, 1e-5, False)), z, given, do)
-    assert worst(found, truth(z, None, given, Options(True, 1e-5, False), do)) < 5e-3
+    actual = differentiated(call(z, None, parameters, Options(True, 1e-5, False)), z, parameters, do)
+    assert worst(actual, truth(z, None, parameters, Options(True, 1e-5, False), do)) < 5e-3
 
 
 def test_autocast() -> None:
-    given, (z, mask, do) = weights(16, 16, bias=True, dtype=torch.float32), inputs((1,), 6, 16, torch.float32)
+    parameters, (z, mask, do) = weights(16, 16, bias=True, dtype=torch.float32), inputs((1,), 6, 16, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        update = call(z, mask, given, Options(True, 1e-5, False))
+        update = call(z, mask, parameters, Options(True, 1e-5, False))
         assert update.dtype == torch.bfloat16
-        out = call(z, mask, given, Options(True, 1e-5, True))
+        out = call(z, mask, parameters, Options(True, 1e-5, True))
     assert out.dtype == torch.float32
-    found = differentiated(out, z, given, do)
-    assert {x.dtype for x in found} == {torch.float32}
-    assert worst(found, truth(z, mask, given, Options(True, 1e-5, True), do)) < 2e-2
+    actual = differentiated(out, z, parameters, do)
+    assert {x.dtype for x in actual} == {torch.float32}
+    assert worst(actual, truth(z, mask, parameters, Options(True, 1e-5, True), do)) < 2e-2
 
 
 @pytest.mark.parametrize("length", [0, 1])
 def test_few_residues(length: int) -> None:
-    given, (z, mask, do) = weights(6, 4, bias=True), inputs((2,), length, 6)
-    out = call(z, mask, given, Options(False, 1e-5, True))
+    parameters, (z, mask, do) = weights(6, 4, bias=True), inputs((2,), length, 6)
+    out = call(z, mask, parameters, Options(False, 1e-5, True))
     assert out.shape == z.shape
-    assert all(x.isfinite().all() for x in differentiated(out, z, given, do))
+    assert all(x.isfinite().all() for x in differentiated(out, z, parameters, do))
 
 
 def test_a_transposed_z_and_an_output_changed_in_place() -> None:
-    given, (z, mask, do) = weights(6, 4, bias=True), inputs((1,), 5, 6)
+    parameters, (z, mask, do) = weights(6, 4, bias=True), inputs((1,), 5, 6)
     options = Options(True, 1e-5, False)
     turned = z.detach().transpose(1, 2).contiguous().requires_grad_()
-    out = call(turned.transpose(1, 2), mask, given, options)
+    out = call(turned.transpose(1, 2), mask, parameters, options)
     out *= 2
     (dz,) = torch.autograd.grad(out, turned, do)
-    assert relative_error(dz.transpose(1, 2), 2 * truth(z, mask, given, options, do)[1]) < 1e-12
+    assert relative_error(dz.transpose(1, 2), 2 * truth(z, mask, parameters, options, do)[1]) < 1e-12
 
 
 def test_weights_of_any_strides() -> None:
     """The kernels want rows one after the other; they get copies."""
-    given, (z, mask, do) = weights(6, 4, bias=True), inputs((1,), 5, 6)
-    turned: Any = [x if x is None or x.ndim == 1 else x.detach().t().contiguous().t().requires_grad_() for x in given]
+    parameters, (z, mask, do) = weights(6, 4, bias=True), inputs((1,), 5, 6)
+    turned: Any = [x if x is None or x.ndim == 1 else x.detach().t().contiguous().t().requires_grad_() for x in parameters]
     assert all(x.is_contiguous() for x in cast(z, Weights(*turned), turned[2]) if x is not None)
     options = Options(True, 1e-5, False)
-    found = differentiated(call(z, mask, Weights(*turned), options), z, Weights(*turned), do)
-    assert worst(found, truth(z, mask, given, options, do)) < 1e-12
+    actual = differentiated(call(z, mask, Weights(*turned), options), z, Weights(*turned), do)
+    assert worst(actual, truth(z, mask, parameters, options, do)) < 1e-12
 
 
 def test_transforms() -> None:
-    given, (z, mask, do) = weights(6, 4, bias=True), inputs((3,), 5, 6)
+    parameters, (z, mask, do) = weights(6, 4, bias=True), inputs((3,), 5, 6)
     options = Options(True, 1e-5, False)
-    exact = truth(z, mask, given, options, do)
-    by_row = torch.func.vmap(lambda z, mask: call(z, mask, given, options))(z, mask)
-    assert relative_error(by_row, exact[0]) < 1e-12
-    dz = torch.func.grad(lambda z: (call(z, mask, given, options) * do).sum())(z)
-    assert relative_error(dz, exact[1]) < 1e-12
+    expected = truth(z, mask, parameters, options, do)
+    by_row = torch.func.vmap(lambda z, mask: call(z, mask, parameters, options))(z, mask)
+    assert relative_error(by_row, expected[0]) < 1e-12
+    dz = torch.func.grad(lambda z: (call(z, mask, parameters, options) * do).sum())(z)
+    assert relative_error(dz, expected[1]) < 1e-12
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -153,19 +155,19 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("changed", "error", "message"), WRONG, ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
 def test_what_does_not_fit_is_named(changed: dict[str, Any], error: type[Exception], message: str) -> None:
-    given: Any = {**weights(6, 4, bias=True)._asdict(), "z": torch.ones(2, 5, 5, 6), "mask": None, **changed}
+    parameters: Any = {**weights(6, 4, bias=True)._asdict(), "z": torch.ones(2, 5, 5, 6), "mask": None, **changed}
     with pytest.raises(error, match=message):
-        triangle_multiplication(given.pop("z"), given.pop("mask"), **given)
+        triangle_multiplication(parameters.pop("z"), parameters.pop("mask"), **parameters)
 
 
 @DIRECTIONS
 def test_cuequivariance_calls_it(direction: str) -> None:
     """With three axes, and a mask of fewer."""
-    given, (z, mask, _) = weights(6, 4, bias=True), inputs((), 5, 6)
-    named: Any = given._asdict()
-    found = triangle_multiplicative_update(z, direction, mask[0], eps=1e-3, **named)
-    exact = call(z, mask[0].expand(5, 5), given, Options(direction == "outgoing", 1e-3, False))
-    assert torch.equal(found, exact)
+    parameters, (z, mask, _) = weights(6, 4, bias=True), inputs((), 5, 6)
+    named: Any = parameters._asdict()
+    actual = triangle_multiplicative_update(z, direction, mask[0], eps=1e-3, **named)
+    expected = call(z, mask[0].expand(5, 5), parameters, Options(direction == "outgoing", 1e-3, False))
+    assert torch.equal(actual, expected)
     with pytest.raises(ValueError, match="x must be"):
         triangle_multiplicative_update(z[0], direction, **named)
     with pytest.raises(ValueError, match="p_in_weight must be given"):
@@ -204,8 +206,8 @@ def test_a_z_that_is_not_square() -> None:
 
 
 def test_a_result_written_into_z() -> None:
-    given, (z, mask, _) = weights(6, 4, bias=True), inputs((1,), 4, 6)
-    frozen: Any = {name: x.detach() for name, x in given._asdict().items()}
+    parameters, (z, mask, _) = weights(6, 4, bias=True), inputs((1,), 4, 6)
+    frozen: Any = {name: x.detach() for name, x in parameters._asdict().items()}
     z = z.detach()
     right, other = triangle_multiplication(z, mask, residual=True, **frozen), torch.empty_like(z)
     assert triangle_multiplication(z, mask, residual=True, out=other, **frozen) is other and torch.equal(other, right)
@@ -222,8 +224,8 @@ def test_a_result_written_into_z() -> None:
     ],
 )
 def test_what_a_result_is_not_written_into(out: torch.Tensor, word: str) -> None:
-    given, (z, mask, _) = weights(6, 4, bias=True), inputs((1,), 4, 6)
-    named: Any = given._asdict()
+    parameters, (z, mask, _) = weights(6, 4, bias=True), inputs((1,), 4, 6)
+    named: Any = parameters._asdict()
     with pytest.raises(ValueError, match=word):
         triangle_multiplication(z, mask, out=out, **named)
 
@@ -242,9 +244,9 @@ def test_a_split_product_exchanges_gradients_whatever_wants_them(
         return a + b
 
     monkeypatch.setattr(module, "product", product)
-    given = Weights(*(None if x is None else x.detach() for x in weights(6, 10, bias=True)))
+    parameters = Weights(*(None if x is None else x.detach() for x in weights(6, 10, bias=True)))
     z, mask, _ = inputs((1,), 5, 6)
     for name in trained:
-        getattr(given, name).requires_grad_()
-    made = module.reference(z.detach(), mask, given, Options(True, 1e-5, False), object())  # type: ignore[arg-type]
-    assert wants == [bool(trained)] and made.requires_grad == bool(trained)
+        getattr(parameters, name).requires_grad_()
+    output = module.reference(z.detach(), mask, parameters, Options(True, 1e-5, False), object())  # type: ignore[arg-type]
+    assert wants == [bool(trained)] and output.requires_grad == bool(trained)

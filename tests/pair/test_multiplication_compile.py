@@ -24,17 +24,17 @@ NAMES = ["gate_in_kernel", "gate_out_kernel", "gate_out_backward_kernel", "gate_
 def compiled(arch: str, channels: int, dtype: torch.dtype, length: int) -> list[Any]:
     """All four kernels, as a step of training launches them for z in float32."""
     padded = length + -length % 8
-    given = weights(channels, channels, bias=False, dtype=dtype)
-    given = Weights(*[x if x is None else x.detach() for x in given])
+    parameters = weights(channels, channels, bias=False, dtype=dtype)
+    parameters = Weights(*[x if x is None else x.detach() for x in parameters])
     z, mask = torch.empty(1, length, length, channels), torch.empty(1, length, length)
     ab = torch.empty(2 * channels, 1, padded, padded, dtype=dtype)
     t: Tensor = ab[:channels].float() if dtype == torch.float16 else ab[:channels]
     dg, options = torch.empty(padded * padded, channels, dtype=dtype), Options(True, 1e-5, True)
     with target(arch) as kernels:
-        steps.gate_in(z, mask, given, options, padded)
-        steps.gate_out(z, t, given, options)
-        steps.gate_out_backward(z, z, t, given, options, needs_weights=True)
-        steps.gate_in_backward(ab, dg, z, z, mask, given, options, needs_weights=True)
+        steps.gate_in(z, mask, parameters, options, padded)
+        steps.gate_out(z, t, parameters, options)
+        steps.gate_out_backward(z, z, t, parameters, options, needs_weights=True)
+        steps.gate_in_backward(ab, dg, z, z, mask, parameters, options, needs_weights=True)
     assert [kernel.metadata.name for kernel in kernels] == NAMES
     return kernels
 
@@ -44,8 +44,8 @@ def test_an_h100_in_bfloat16(length: int) -> None:
     """Nothing spills, loads of z are 16 bytes wide with and without padding, and no sum is made by atomics."""
     most = 17 if triton.__version__.startswith("3.3.") else 0  # spills of gate_in_backward_kernel
     for kernel in compiled("sm_90", 128, torch.bfloat16, length):
-        made = report(kernel)
-        assert made.spills <= most and made.shared <= SHARED_LIMITS["sm_90"] // 2
+        resources = report(kernel)
+        assert resources.spills <= most and resources.shared <= SHARED_LIMITS["sm_90"] // 2
         assert "ld.global.v4" in kernel.asm["ptx"] and "atom" not in kernel.asm["ptx"]
 
 

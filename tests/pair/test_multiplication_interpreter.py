@@ -45,54 +45,54 @@ else:
     def test_against_float64(dtype: torch.dtype, sizes: tuple[int, ...], outgoing: bool, launches: list[str]) -> None:
         """Half of the cases have a mask, biases, weights of norms and the residual."""
         channels, hidden, length, batch = sizes
-        given = weights(channels, hidden, bias=outgoing, dtype=dtype)
+        parameters = weights(channels, hidden, bias=outgoing, dtype=dtype)
         z, mask, do = inputs((batch,), length, channels, dtype)
         options = Options(outgoing, 1e-5, residual=outgoing)
-        found = differentiated(call(z, mask if outgoing else None, given, options), z, given, do)
-        assert {x.dtype for x in found} == {dtype}
-        assert worst(found, truth(z, mask if outgoing else None, given, options, do)) < TOLERANCE[dtype]
+        actual = differentiated(call(z, mask if outgoing else None, parameters, options), z, parameters, do)
+        assert {x.dtype for x in actual} == {dtype}
+        assert worst(actual, truth(z, mask if outgoing else None, parameters, options, do)) < TOLERANCE[dtype]
         assert launches == ["gate_in", "gate_out", "gate_out_backward", "gate_in_backward"]
 
     def problem() -> tuple[Any, ...]:
         """z in float32 beside products in float32, a mask, biases, the residual: arguments of `call`, and a cotangent."""
-        given, (z, mask, do) = weights(16, 16, bias=True, dtype=torch.float32), inputs((1,), 5, 16, torch.float32)
-        return (z, mask, given, Options(True, 1e-5, residual=True)), do
+        parameters, (z, mask, do) = weights(16, 16, bias=True, dtype=torch.float32), inputs((1,), 5, 16, torch.float32)
+        return (z, mask, parameters, Options(True, 1e-5, residual=True)), do
 
     def test_autocast() -> None:
-        (z, mask, given, options), do = problem()
+        (z, mask, parameters, options), do = problem()
         with torch.autocast("cpu", torch.bfloat16):
-            out = call(z, mask, given, options)
-        found = differentiated(out, z, given, do)
-        assert {x.dtype for x in found} == {torch.float32}
-        assert worst(found, truth(z, mask, given, options, do)) < 2e-2
+            out = call(z, mask, parameters, options)
+        actual = differentiated(out, z, parameters, do)
+        assert {x.dtype for x in actual} == {torch.float32}
+        assert worst(actual, truth(z, mask, parameters, options, do)) < 2e-2
 
     def test_frozen_weights(launches: list[str]) -> None:
         """The gradient of z is the same bit for bit, and nothing is made for the weights."""
-        (z, mask, given, options), do = problem()
-        both = differentiated(call(z, mask, given, options), z, given, do)[1]
-        frozen: Any = [x.detach() for x in given]
-        (alone,) = torch.autograd.grad(call(z, mask, Weights(*frozen), options), z, do)
-        assert torch.equal(alone, both)
+        (z, mask, parameters, options), do = problem()
+        both = differentiated(call(z, mask, parameters, options), z, parameters, do)[1]
+        frozen: Any = [x.detach() for x in parameters]
+        (gradient,) = torch.autograd.grad(call(z, mask, Weights(*frozen), options), z, do)
+        assert torch.equal(gradient, both)
 
     def test_weights_of_any_strides() -> None:
-        (z, mask, given, options), do = problem()
-        turned: Any = [x if x.ndim == 1 else x.detach().t().contiguous().t().requires_grad_() for x in given]
-        found = differentiated(call(z, mask, Weights(*turned), options), z, Weights(*turned), do)
-        assert worst(found, truth(z, mask, given, options, do)) < 2e-6
+        (z, mask, parameters, options), do = problem()
+        turned: Any = [x if x.ndim == 1 else x.detach().t().contiguous().t().requires_grad_() for x in parameters]
+        actual = differentiated(call(z, mask, Weights(*turned), options), z, Weights(*turned), do)
+        assert worst(actual, truth(z, mask, parameters, options, do)) < 2e-6
 
     @pytest.mark.parametrize("contiguous", [True, False])
     def test_into_z_itself(launches: list[str], contiguous: bool) -> None:
-        (z, mask, given, _), _ = problem()
+        (z, mask, parameters, _), _ = problem()
         z = z.detach() if contiguous else z.detach().transpose(1, 2).contiguous().transpose(1, 2)
-        frozen: Any = {name: x.detach() for name, x in given._asdict().items()}
+        frozen: Any = {name: x.detach() for name, x in parameters._asdict().items()}
         right = triangle_multiplication(z, mask, residual=True, **frozen)
-        made = triangle_multiplication(z, mask, residual=True, out=z, **frozen)
-        assert made is z and torch.equal(z, right)
+        output = triangle_multiplication(z, mask, residual=True, out=z, **frozen)
+        assert output is z and torch.equal(z, right)
         assert launches == ["gate_in", "gate_out"] * 2
 
     def test_autograd_learns_that_z_was_written() -> None:
-        (z, mask, given, _), _ = problem()
-        frozen: Any = {name: x.detach() for name, x in given._asdict().items()}
+        (z, mask, parameters, _), _ = problem()
+        frozen: Any = {name: x.detach() for name, x in parameters._asdict().items()}
         z = z.exp()  # which keeps its result for its gradient
         with torch.no_grad():
             triangle_multiplication(z, mask, residual=True, out=z, **frozen)
@@ -100,41 +100,41 @@ else:
             z.sum().backward()
 
     def test_into_memory_that_overlaps_z() -> None:
-        (z, mask, given, _), _ = problem()
-        frozen: Any = {name: x.detach() for name, x in given._asdict().items()}
+        (z, mask, parameters, _), _ = problem()
+        frozen: Any = {name: x.detach() for name, x in parameters._asdict().items()}
         memory = torch.cat([z.detach().flatten(), torch.zeros(16)])
         z, out = memory[:-16].view(z.shape), memory[16:].view(z.shape)
         right = triangle_multiplication(z, mask, residual=True, **frozen)
         assert torch.equal(triangle_multiplication(z, mask, residual=True, out=out, **frozen), right)
 
     def test_torch_compile_sees_one_operator(launches: list[str]) -> None:
-        (z, mask, given, options), do = problem()
+        (z, mask, parameters, options), do = problem()
         compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-        found = differentiated(compiled(z, mask, given, options), z, given, do)
-        assert worst(found, truth(z, mask, given, options, do)) < 2e-6
+        actual = differentiated(compiled(z, mask, parameters, options), z, parameters, do)
+        assert worst(actual, truth(z, mask, parameters, options, do)) < 2e-6
         assert len(launches) == 4
 
     def test_the_operators_are_well_defined() -> None:
-        (z, mask, given, _), _ = problem()
+        (z, mask, parameters, _), _ = problem()
         operators = torch.ops.evoattn
-        square = (z, mask, *given, True, 1e-5, True)
+        square = (z, mask, *parameters, True, 1e-5, True)
         torch.library.opcheck(operators.triangle_multiplication.default, square)
         out, ab, t = operators.triangle_multiplication.default(*square)
-        saved = [x.detach() for x in (torch.randn_like(out), z, mask, ab, t, *given)]
+        saved = [x.detach() for x in (torch.randn_like(out), z, mask, ab, t, *parameters)]
         checks = ("test_schema", "test_faketensor")  # it has no derivative
         backward = operators.triangle_multiplication_backward.default
         torch.library.opcheck(backward, (*saved, True, 1e-5, True, True), test_utils=checks)
 
     @pytest.mark.filterwarnings("ignore:There is a performance drop")
     def test_many_cotangents_at_once() -> None:
-        (z, mask, given, options), do = problem()
-        (dz,) = torch.autograd.grad(call(z, mask, given, options), z, torch.stack([do, 2 * do]), is_grads_batched=True)
-        exact = truth(z, mask, given, options, do)[1]
-        assert worst([dz[0], dz[1]], [exact, 2 * exact]) < 2e-6
+        (z, mask, parameters, options), do = problem()
+        (dz,) = torch.autograd.grad(call(z, mask, parameters, options), z, torch.stack([do, 2 * do]), is_grads_batched=True)
+        expected = truth(z, mask, parameters, options, do)[1]
+        assert worst([dz[0], dz[1]], [expected, 2 * expected]) < 2e-6
 
     def test_a_second_derivative_raises() -> None:
-        (z, mask, given, options), do = problem()
-        (dz,) = torch.autograd.grad(call(z, mask, given, options), z, do, create_graph=True)
+        (z, mask, parameters, options), do = problem()
+        (dz,) = torch.autograd.grad(call(z, mask, parameters, options), z, do, create_graph=True)
         with pytest.raises(RuntimeError, match="no second derivative"):
             torch.autograd.grad(dz.sum(), z)
 
@@ -146,9 +146,9 @@ else:
         make, finish = steps.gate_in, steps.gate_out
 
         def kept(*arguments: Any) -> torch.Tensor:
-            made = make(*arguments)
-            halves.append(weakref.ref(made))
-            return made
+            output = make(*arguments)
+            halves.append(weakref.ref(output))
+            return output
 
         def finished(*arguments: Any) -> torch.Tensor:
             halves.append(halves[-1]() is None)
@@ -156,10 +156,10 @@ else:
 
         monkeypatch.setattr(steps, "gate_in", kept)
         monkeypatch.setattr(steps, "gate_out", finished)
-        (z, mask, given, options), _ = problem()
+        (z, mask, parameters, options), _ = problem()
         with torch.no_grad():
-            call(z, mask, given, options)
-        call(z, mask, given, options)
+            call(z, mask, parameters, options)
+        call(z, mask, parameters, options)
         assert [halves[1], halves[3]] == [True, False]
 
     @pytest.fixture
@@ -174,13 +174,13 @@ else:
     @pytest.mark.parametrize("outgoing", [True, False])
     def test_the_part_of_a_process(outgoing: bool, axis: int, group: Any, launches: list[str]) -> None:
         """Kernels take the positions of a part as squares of side 1. The part here is the whole."""
-        given, (z, mask, do) = weights(16, 24, bias=outgoing, dtype=torch.float32), inputs((2,), 9, 16, torch.float32)
+        parameters, (z, mask, do) = weights(16, 24, bias=outgoing, dtype=torch.float32), inputs((2,), 9, 16, torch.float32)
         options, split = Options(outgoing, 1e-5, residual=outgoing), Split(group, axis, 9)
         named: Any = {"direction": "outgoing" if outgoing else "incoming", "residual": outgoing, "split": split}
-        found = differentiated(triangle_multiplication(z, mask, **named, **given._asdict()), z, given, do)
-        assert worst(found, truth(z, mask, given, options, do)) < 2e-6
-        frozen = {name: x if x is None else x.detach() for name, x in given._asdict().items()}
+        actual = differentiated(triangle_multiplication(z, mask, **named, **parameters._asdict()), z, parameters, do)
+        assert worst(actual, truth(z, mask, parameters, options, do)) < 2e-6
+        frozen = {name: x if x is None else x.detach() for name, x in parameters._asdict().items()}
         z = z.detach().clone()
-        alone = triangle_multiplication(z, mask, **named, **frozen, out=z)  # type: ignore[arg-type]
-        assert alone is z and torch.equal(alone, found[0])
+        output = triangle_multiplication(z, mask, **named, **frozen, out=z)  # type: ignore[arg-type]
+        assert output is z and torch.equal(output, actual[0])
         assert launches == ["gate_in", "gate_out", "gate_out_backward", "gate_in_backward", "gate_in", "gate_out"]

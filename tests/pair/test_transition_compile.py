@@ -19,15 +19,15 @@ from tests.pair.transitions import weights
 def compiled(arch: str, channels: int, dtype: torch.dtype, *, gated: bool = True, bias: bool = False) -> list[Any]:
     """Both kernels, as a step of training launches them for x in float32."""
     rows, hidden, options = 4096, 4 * channels, Options(1e-5, True)
-    given = weights(channels, hidden, gated=gated, bias=bias, dtype=dtype)
-    given = Weights(*[y if y is None else y.detach() for y in given])  # type: ignore[arg-type]
+    parameters = weights(channels, hidden, gated=gated, bias=bias, dtype=dtype)
+    parameters = Weights(*[y if y is None else y.detach() for y in parameters])  # type: ignore[arg-type]
     x, mask = torch.empty(rows, channels), torch.empty(rows) if bias else None
     widths = (channels, channels, hidden, 2 * hidden if gated else hidden)
     operands = [torch.empty(rows, width, dtype=dtype) for width in widths]
     with target(arch) as kernels:
-        sums = torch.empty(steps.programs(x, given), 3, channels)
-        steps.forward(x, mask, given, options)
-        steps.launch_backward(x, x, mask, given, options, torch.empty_like(x), steps.Operands(*operands, sums))
+        sums = torch.empty(steps.programs(x, parameters), 3, channels)
+        steps.forward(x, mask, parameters, options)
+        steps.launch_backward(x, x, mask, parameters, options, torch.empty_like(x), steps.Operands(*operands, sums))
     assert [kernel.metadata.name for kernel in kernels] == ["forward_kernel", "backward_kernel"]
     return kernels
 
@@ -37,9 +37,9 @@ def compiled(arch: str, channels: int, dtype: torch.dtype, *, gated: bool = True
 def test_an_h100_in_bfloat16(gated: bool, bias: bool) -> None:
     """Nothing spills, wgmma multiplies without being serialised, loads are 16 bytes wide, and no sum is made by atomics."""
     for kernel in compiled("sm_90", 128, torch.bfloat16, gated=gated, bias=bias):
-        made = report(kernel)
-        assert made.spills == 0 and made.shared <= SHARED_LIMITS["sm_90"]
-        assert "HGMMA" in made.mix and not made.serialised
+        resources = report(kernel)
+        assert resources.spills == 0 and resources.shared <= SHARED_LIMITS["sm_90"]
+        assert "HGMMA" in resources.mix and not resources.serialised
         assert "ld.global.v4" in kernel.asm["ptx"] and "atom" not in kernel.asm["ptx"]
 
 
@@ -61,9 +61,9 @@ OTHERS = [
 @pytest.mark.parametrize(("arch", "channels", "dtype"), [*OF_MODELS, *OTHERS])
 def test_every_card_can_run_what_it_takes(arch: str, channels: int, dtype: torch.dtype) -> None:
     """A program has the shared memory. Where products do not fit into tensor memory, Triton compiles a trap."""
-    given = weights(channels, channels, gated=True, bias=False, dtype=dtype)
+    parameters = weights(channels, channels, gated=True, bias=False, dtype=dtype)
     with target(arch):
-        takes = steps.takes(torch.empty(1, channels), given)
+        takes = steps.takes(torch.empty(1, channels), parameters)
     assert takes == ((arch, channels, dtype) not in LEFT_TO_TORCH)
     if not takes:
         return

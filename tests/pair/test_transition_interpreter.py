@@ -45,121 +45,121 @@ else:
     def test_against_float64(dtype: torch.dtype, sizes: tuple[Any, ...], gated: bool, bias: bool, launches: list[str]) -> None:
         """Half of the cases have a mask, biases, weights of the norm and the residual."""
         channels, hidden, shape = sizes
-        given = weights(channels, hidden, gated=gated, bias=bias, dtype=dtype)
+        parameters = weights(channels, hidden, gated=gated, bias=bias, dtype=dtype)
         x, mask, do = inputs(shape, channels, dtype)
         options = Options(1e-5, residual=bias)
-        found = differentiated(call(x, mask if bias else None, given, options), x, given, do)
-        assert {y.dtype for y in found} == {dtype}
-        assert is_close(found, x, mask if bias else None, given, options, do)
+        actual = differentiated(call(x, mask if bias else None, parameters, options), x, parameters, do)
+        assert {y.dtype for y in actual} == {dtype}
+        assert is_close(actual, x, mask if bias else None, parameters, options, do)
         assert launches == ["forward", "launch_backward"]
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_chunks_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, launches: list[str]) -> None:
         """The last one is smaller."""
         monkeypatch.setattr(steps, "CHUNK", 64)
-        given = weights(16, 32, gated=True, bias=True, dtype=dtype)
+        parameters = weights(16, 32, gated=True, bias=True, dtype=dtype)
         x, mask, do = inputs((150,), 16, dtype)
         options = Options(1e-5, residual=True)
-        found = differentiated(call(x, mask, given, options), x, given, do)
-        assert {y.dtype for y in found} == {dtype}
-        assert is_close(found, x, mask, given, options, do)
+        actual = differentiated(call(x, mask, parameters, options), x, parameters, do)
+        assert {y.dtype for y in actual} == {dtype}
+        assert is_close(actual, x, mask, parameters, options, do)
         assert launches == ["forward", "launch_backward", "launch_backward", "launch_backward"]
 
     def problem(gated: bool = True) -> tuple[Any, ...]:
         """x in float32 beside products in float32, a mask, biases, the residual: arguments of `call`, and a cotangent."""
-        given = weights(16, 32, gated=gated, bias=True, dtype=torch.float32)
+        parameters = weights(16, 32, gated=gated, bias=True, dtype=torch.float32)
         x, mask, do = inputs((9, 2), 16, torch.float32)
-        return (x, mask, given, Options(1e-5, residual=True)), do
+        return (x, mask, parameters, Options(1e-5, residual=True)), do
 
     def test_autocast() -> None:
-        (x, mask, given, options), do = problem()
+        (x, mask, parameters, options), do = problem()
         with torch.autocast("cpu", torch.bfloat16):
-            out = call(x, mask, given, options)
-        found = differentiated(out, x, given, do)
-        assert {y.dtype for y in found} == {torch.float32}
-        assert worst(found, truth(x, mask, given, options, do)) < 2e-2
+            out = call(x, mask, parameters, options)
+        actual = differentiated(out, x, parameters, do)
+        assert {y.dtype for y in actual} == {torch.float32}
+        assert worst(actual, truth(x, mask, parameters, options, do)) < 2e-2
 
     def test_one_bias_of_two() -> None:
-        (x, mask, given, options), do = problem()
-        given = given._replace(b_bias=None, norm_bias=None)
-        found = differentiated(call(x, mask, given, options), x, given, do)
-        assert worst(found, truth(x, mask, given, options, do)) < 2e-6
+        (x, mask, parameters, options), do = problem()
+        parameters = parameters._replace(b_bias=None, norm_bias=None)
+        actual = differentiated(call(x, mask, parameters, options), x, parameters, do)
+        assert worst(actual, truth(x, mask, parameters, options, do)) < 2e-6
 
     @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_large_hidden_values(dtype: torch.dtype) -> None:
         """silu and its derivative are finite where exp is not."""
-        (x, mask, given, options), do = problem()
-        larger = given._replace(a_weight=1e3 * given.a_weight)
-        given = Weights(*[y.detach().to(dtype).requires_grad_() for y in larger])  # type: ignore[union-attr]
+        (x, mask, parameters, options), do = problem()
+        larger = parameters._replace(a_weight=1e3 * parameters.a_weight)
+        parameters = Weights(*[y.detach().to(dtype).requires_grad_() for y in larger])  # type: ignore[union-attr]
         x = x.detach().to(dtype).requires_grad_()
-        found = differentiated(call(x, mask, given, options), x, given, do)
-        assert is_close(found, x, mask, given, options, do)
+        actual = differentiated(call(x, mask, parameters, options), x, parameters, do)
+        assert is_close(actual, x, mask, parameters, options, do)
 
     def test_frozen_weights(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         """The gradient of x is the same bit for bit, and nothing is made for the weights."""
-        (x, mask, given, options), do = problem()
-        both = differentiated(call(x, mask, given, options), x, given, do)[1]
+        (x, mask, parameters, options), do = problem()
+        both = differentiated(call(x, mask, parameters, options), x, parameters, do)[1]
         monkeypatch.setattr(steps, "with_weights", None)
-        frozen: Any = [y.detach() for y in given]
-        (alone,) = torch.autograd.grad(call(x, mask, Weights(*frozen), options), x, do)
-        assert torch.equal(alone, both)
+        frozen: Any = [y.detach() for y in parameters]
+        (gradient,) = torch.autograd.grad(call(x, mask, Weights(*frozen), options), x, do)
+        assert torch.equal(gradient, both)
 
     @pytest.mark.parametrize("contiguous", [True, False])
     def test_into_x_itself(launches: list[str], contiguous: bool) -> None:
-        (x, mask, given, _), _ = problem()
+        (x, mask, parameters, _), _ = problem()
         x = x.detach() if contiguous else x.detach().transpose(0, 1).contiguous().transpose(0, 1)
-        frozen: Any = {name: y.detach() for name, y in given._asdict().items()}
+        frozen: Any = {name: y.detach() for name, y in parameters._asdict().items()}
         right = evoattn.pair.transition(x, mask, residual=True, **frozen)
         assert evoattn.pair.transition(x, mask, residual=True, out=x, **frozen) is x
         assert torch.equal(x, right)
         assert launches == ["forward", "forward"]
 
     def test_into_x_without_a_copy() -> None:
-        (x, mask, given, options), _ = problem()
+        (x, mask, parameters, options), _ = problem()
         rows, factors = x.detach().flatten(0, 1), mask.flatten()
-        assert steps.forward(rows, factors, given, options, out=rows)[0] is rows
+        assert steps.forward(rows, factors, parameters, options, out=rows)[0] is rows
 
     def test_only_x_and_weights_are_saved() -> None:
-        (x, mask, given, options), _ = problem()
+        (x, mask, parameters, options), _ = problem()
         saved: list[torch.Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda y: saved.append(y) or y, lambda y: y):
-            call(x, mask, given, options)
-        assert {y.data_ptr() for y in saved} == {y.data_ptr() for y in (x, mask, *given)}
+            call(x, mask, parameters, options)
+        assert {y.data_ptr() for y in saved} == {y.data_ptr() for y in (x, mask, *parameters)}
 
     def test_weights_of_any_strides() -> None:
-        (x, mask, given, options), do = problem()
-        turned: Any = [y if y.ndim == 1 else y.detach().t().contiguous().t().requires_grad_() for y in given]
-        found = differentiated(call(x, mask, Weights(*turned), options), x, Weights(*turned), do)
-        assert worst(found, truth(x, mask, given, options, do)) < 2e-6
+        (x, mask, parameters, options), do = problem()
+        turned: Any = [y if y.ndim == 1 else y.detach().t().contiguous().t().requires_grad_() for y in parameters]
+        actual = differentiated(call(x, mask, Weights(*turned), options), x, Weights(*turned), do)
+        assert worst(actual, truth(x, mask, parameters, options, do)) < 2e-6
 
     @pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "relu"])
     def test_torch_compile_sees_one_operator(gated: bool, launches: list[str]) -> None:
-        (x, mask, given, options), do = problem(gated)
+        (x, mask, parameters, options), do = problem(gated)
         compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-        found = differentiated(compiled(x, mask, given, options), x, given, do)
-        assert worst(found, truth(x, mask, given, options, do)) < 2e-6
+        actual = differentiated(compiled(x, mask, parameters, options), x, parameters, do)
+        assert worst(actual, truth(x, mask, parameters, options, do)) < 2e-6
         assert launches == ["forward", "launch_backward"]
 
     @pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "relu"])
     def test_the_operators_are_well_defined(gated: bool) -> None:
-        (x, mask, given, _), _ = problem(gated)
+        (x, mask, parameters, _), _ = problem(gated)
         operators = torch.ops.evoattn
-        rows = (x.detach().flatten(0, 1).requires_grad_(), mask.flatten(), *given, 1e-5, True)
+        rows = (x.detach().flatten(0, 1).requires_grad_(), mask.flatten(), *parameters, 1e-5, True)
         torch.library.opcheck(operators.transition.default, rows)
-        saved = [y if y is None else y.detach() for y in (torch.randn_like(rows[0]), *rows[:2], *given)]
+        saved = [y if y is None else y.detach() for y in (torch.randn_like(rows[0]), *rows[:2], *parameters)]
         checks = ("test_schema", "test_faketensor")  # it has no derivative
         torch.library.opcheck(operators.transition_backward.default, (*saved, 1e-5, True, True), test_utils=checks)
 
     @pytest.mark.filterwarnings("ignore:There is a performance drop")
     def test_many_cotangents_at_once() -> None:
-        (x, mask, given, options), do = problem()
-        (dx,) = torch.autograd.grad(call(x, mask, given, options), x, torch.stack([do, 2 * do]), is_grads_batched=True)
-        exact = truth(x, mask, given, options, do)[1]
-        assert worst([dx[0], dx[1]], [exact, 2 * exact]) < 2e-6
+        (x, mask, parameters, options), do = problem()
+        (dx,) = torch.autograd.grad(call(x, mask, parameters, options), x, torch.stack([do, 2 * do]), is_grads_batched=True)
+        expected = truth(x, mask, parameters, options, do)[1]
+        assert worst([dx[0], dx[1]], [expected, 2 * expected]) < 2e-6
 
     def test_a_second_derivative_raises() -> None:
-        (x, mask, given, options), do = problem()
-        (dx,) = torch.autograd.grad(call(x, mask, given, options), x, do, create_graph=True)
+        (x, mask, parameters, options), do = problem()
+        (dx,) = torch.autograd.grad(call(x, mask, parameters, options), x, do, create_graph=True)
         with pytest.raises(RuntimeError, match="no second derivative"):
             torch.autograd.grad(dx.sum(), x)

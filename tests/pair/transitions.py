@@ -24,7 +24,7 @@ def weights(
 ) -> Weights:
     """Weights of a norm near 1, and products that keep the size of their input. Without biases the norm is plain, too."""
     draw = drawer(dtype, device)
-    made: Any = {
+    tensors: Any = {
         "norm_weight": 1 + draw(channels),
         "norm_bias": draw(channels),
         "a_weight": draw(hidden, channels),
@@ -34,9 +34,9 @@ def weights(
         "out_weight": draw(channels, hidden),
         "out_bias": draw(channels),
     }
-    missing = {name for name in made if not bias and (name.endswith("bias") or "norm" in name)}
+    missing = {name for name in tensors if not bias and (name.endswith("bias") or "norm" in name)}
     missing |= set() if gated else {"b_weight", "b_bias"}
-    return Weights(**{name: None if name in missing else x.requires_grad_() for name, x in made.items()})
+    return Weights(**{name: None if name in missing else x.requires_grad_() for name, x in tensors.items()})
 
 
 def inputs(
@@ -49,10 +49,10 @@ def inputs(
     return x.requires_grad_(), mask, do
 
 
-def call(x: Tensor, mask: Tensor | None, given: Weights, options: Options) -> Tensor:
+def call(x: Tensor, mask: Tensor | None, parameters: Weights, options: Options) -> Tensor:
     """The public call."""
-    activation = "relu" if given.b_weight is None else "swiglu"
-    named: Any = by_name(given)
+    activation = "relu" if parameters.b_weight is None else "swiglu"
+    named: Any = by_name(parameters)
     return transition(x, mask, activation=activation, residual=options.residual, eps=options.eps, **named)
 
 
@@ -72,18 +72,18 @@ def dense(x: Tensor, mask: Tensor | None, w: Weights, options: Options) -> Tenso
     return x + update if options.residual else update
 
 
-def truth(x: Tensor, mask: Tensor | None, given: Weights, options: Options, do: Tensor) -> list[Tensor]:
+def truth(x: Tensor, mask: Tensor | None, parameters: Weights, options: Options, do: Tensor) -> list[Tensor]:
     """The same by dense torch in float64, from the very numbers that are given."""
-    return problems.truth(x, mask, given, options, do, dense)
+    return problems.truth(x, mask, parameters, options, do, dense)
 
 
-def is_close(found: list[Tensor], x: Tensor, mask: Tensor | None, given: Weights, options: Options, do: Tensor) -> bool:
+def is_close(actual: list[Tensor], x: Tensor, mask: Tensor | None, parameters: Weights, options: Options, do: Tensor) -> bool:
     """Whether the output and all gradients lose at most twice what plain torch of the dtype loses. All must be finite.
 
     Plain torch is the measure because ReLU is steep: where rounding moves a hidden number past 0, a gradient is wrong by 100%.
     """
-    exact = truth(x, mask, given, options, do)
-    plain = differentiated(reference(x, mask, given, options), x, given, do)
-    floor = _FLOOR[given.product_dtype()]
-    errors = [(relative_error(y, right), relative_error(z, right)) for y, z, right in zip(found, plain, exact, strict=True)]
-    return all(y.isfinite().all() for y in found) and all(mine <= 2 * max(theirs, floor) for mine, theirs in errors)
+    float64 = truth(x, mask, parameters, options, do)
+    plain = differentiated(reference(x, mask, parameters, options), x, parameters, do)
+    floor = _FLOOR[parameters.product_dtype()]
+    errors = [(relative_error(y, right), relative_error(z, right)) for y, z, right in zip(actual, plain, float64, strict=True)]
+    return all(y.isfinite().all() for y in actual) and all(fused <= 2 * max(expected, floor) for fused, expected in errors)

@@ -56,13 +56,13 @@ def test_shrinks_to_the_smallest() -> None:
         for p in map(testing.random_problem, range(500))
         if p.case.mask_bias and p.case.lk > 60 and p.case.h > 3 and p.case.mask and p.case.gate
     )
-    found = shrink(problem, first_failing)
-    case = found.case
+    smallest = shrink(problem, first_failing)
+    case = smallest.case
     assert (case.n, case.h, case.lq, case.lk, case.d) == (1, 3, 1, 7, 1)
     assert case.mask is None and case.pair_bias is None and case.mask_bias == "finite" and case.gradients == ()
     assert case.gate is None and case.gate_strides == "contiguous"
     assert (case.strides, case.bias_strides, case.cotangent, case.layout) == ("contiguous", "contiguous", "random", "bnlhd")
-    assert not found.deterministic and found.seed == problem.seed
+    assert not smallest.deterministic and smallest.seed == problem.seed
     assert trials <= 200
 
 
@@ -87,8 +87,8 @@ def test_smaller_problems_can_be_made() -> None:
     for seed in range(40):
         for problem in smaller(testing.random_problem(seed, largest=300, longest=12)):
             inputs = problem.make()
-            given = {name: getattr(inputs, name) for name in ("q", "k", "v", "mask", "mask_bias", "pair_bias")}
-            assert evoattn.explain(**given, layout=inputs.case.layout, backend="tiled").backend == "tiled"
+            tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "mask", "mask_bias", "pair_bias")}
+            assert evoattn.explain(**tensors, layout=inputs.case.layout, backend="tiled").backend == "tiled"
             assert inputs.do.shape[:-1] == inputs.q.shape[:-1]
             steps += 1
     assert steps > 500
@@ -240,13 +240,13 @@ def test_ctrl_c_prints_what_was_found(tmp_path: Path) -> None:
 
 def running_in(session: int) -> list[str]:
     """The processes of a session that have not ended."""
-    found = []
+    processes = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            name, _, rest = path.read_text().rpartition(") ")
+            name, _, pid = path.read_text().rpartition(") ")
         except OSError:  # it ended meanwhile
             continue
-        state, _, _, of_session = rest.split()[:4]
+        state, _, _, of_session = pid.split()[:4]
         if int(of_session) == session and state != "Z":
-            found.append(name)
-    return found
+            processes.append(name)
+    return processes

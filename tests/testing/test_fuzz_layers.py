@@ -65,13 +65,13 @@ def test_one_seed_is_one_layer() -> None:
     for seed in range(20):
         layer, again = random_layer(seed), random_layer(seed)
         assert layer == again
-        for one, other in zip(layer.layer().parameters(), again.layer().parameters(), strict=True):
-            assert torch.equal(one, other)
+        for a, b in zip(layer.layer().parameters(), again.layer().parameters(), strict=True):
+            assert torch.equal(a, b)
         for name, x in layer.inputs().items():
             assert torch.equal(x, again.inputs()[name])
 
 
-def found(change: Callable[[RandomLayer], RandomLayer] = lambda layer: layer) -> set[str]:
+def failures(change: Callable[[RandomLayer], RandomLayer] = lambda layer: layer) -> set[str]:
     """The kinds of failure of a plain triangle in float32."""
     layer = next(x for x in DRAWN if x.kind == "triangle" and x.options["starting"] and x.sizes["l"] > 5)
     usual: dict[str, Any] = {
@@ -88,35 +88,35 @@ def found(change: Callable[[RandomLayer], RandomLayer] = lambda layer: layer) ->
 
 
 def test_the_judge_sees_what_is_planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found() == set()
+    assert failures() == set()
     right = project.normalise_backward
 
     def times(factor: float) -> Callable[..., Any]:
-        def wrong(*given: Any) -> tuple[Tensor | None, ...]:
-            dx, *affine = right(*given)
+        def wrong(*args: Any) -> tuple[Tensor | None, ...]:
+            dx, *affine = right(*args)
             return (None if dx is None else factor * dx, *affine)
 
         return wrong
 
     monkeypatch.setattr(project, "normalise_backward", times(1.0001))
-    assert found() == {"error of dz"}
+    assert failures() == {"error of dz"}
     monkeypatch.setattr(project, "normalise_backward", times(torch.inf))
-    assert found() == {"error of dz", "not finite: dz"}
-    monkeypatch.setattr(project, "normalise_backward", lambda *given: (None, *right(*given)[1:]))
-    assert found() == {"gradient dz"}
-    monkeypatch.setattr(project, "normalise_backward", lambda *given: (right(*given)[0].zero_(), *right(*given)[1:]))
-    assert found() == {"error of dz"}
+    assert failures() == {"error of dz", "not finite: dz"}
+    monkeypatch.setattr(project, "normalise_backward", lambda *args: (None, *right(*args)[1:]))
+    assert failures() == {"gradient dz"}
+    monkeypatch.setattr(project, "normalise_backward", lambda *args: (right(*args)[0].zero_(), *right(*args)[1:]))
+    assert failures() == {"error of dz"}
     monkeypatch.undo()
 
-    def changes(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        made = project_normalise(x, *given)
+    def changes(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output = project_normalise(x, *args)
         with torch.no_grad():
             x.mul_(2)
-        return made
+        return output
 
     project_normalise = project.normalise
     monkeypatch.setattr(project, "normalise", changes)
-    assert "mutated z" in found()
+    assert "mutated z" in failures()
 
 
 def test_a_layer_that_reads_a_changed_module_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +125,9 @@ def test_a_layer_that_reads_a_changed_module_is_found(monkeypatch: pytest.Monkey
     def adapted(layer: RandomLayer) -> RandomLayer:
         return dataclasses.replace(layer, path="mha.linear_q", change="adapter")
 
-    assert found(adapted) == set()
+    assert failures(adapted) == set()
     monkeypatch.setattr(project, "is_linear", lambda module: isinstance(module, torch.nn.Linear))
-    assert {"error of o", "gradient dmha.linear_q.up"} <= found(adapted)
+    assert {"error of o", "gradient dmha.linear_q.up"} <= failures(adapted)
 
 
 def test_the_default_dtype_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def test_a_failure_is_printed_with_a_line_that_runs(
     right = project.normalise_backward
     monkeypatch.setattr(command, "Workers", Here)
     monkeypatch.setattr(
-        project, "normalise_backward", lambda *given: tuple(None if x is None else 1.01 * x for x in right(*given))
+        project, "normalise_backward", lambda *args: tuple(None if x is None else 1.01 * x for x in right(*args))
     )
     arguments = ["fuzz", "--layers", "--seed", "100", "--cases", "20", "--backends", "tiled", "--dtypes", "float32"]
     assert cli.main([*arguments, "--device", "cpu", "--largest", "500"]) == 1

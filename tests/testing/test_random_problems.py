@@ -182,8 +182,8 @@ def test_what_rounding_takes_from_a_gated_output_counts(backend: str, dtype: tor
 def test_scores_reach_1e4() -> None:
     """Of eight problems with the largest spread."""
     largest = 0.0
-    wide = [seed for seed in range(400) if testing.random_problem(seed, largest=20_000).case.spread > 1000]
-    for seed in wide[:8]:
+    seeds = [seed for seed in range(400) if testing.random_problem(seed, largest=20_000).case.spread > 1000]
+    for seed in seeds[:8]:
         problem = testing.random_problem(seed, largest=20_000)
         lse = testing.oracle(problem.make()).values["lse"]
         largest = max(largest, lse[lse.isfinite() & (lse.abs() < 1e6)].abs().max().item())
@@ -204,8 +204,8 @@ def test_a_quarter_of_16_bit_problems_suits_hopper() -> None:
     suits = 0
     for seed in range(120):
         inputs = testing.random_problem(seed, dtypes=(torch.float16, torch.bfloat16), largest=2000).make()
-        given = {name: getattr(inputs, name) for name in ("q", "k", "v", "mask", "mask_bias", "pair_bias")}
-        refused = evoattn.explain(**given, layout=inputs.case.layout, backend="hopper").refused["hopper"]
+        tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "mask", "mask_bias", "pair_bias")}
+        refused = evoattn.explain(**tensors, layout=inputs.case.layout, backend="hopper").refused["hopper"]
         suits += len(refused) == 1 and "GPU" in refused[0]
     assert suits >= 30
 
@@ -306,10 +306,10 @@ def test_the_bound_of_rounding(dtype: torch.dtype) -> None:
     def limits(**words: object) -> dict[str, float]:
         inputs = dataclasses.replace(usual, **words).make(seed=1)  # type: ignore[arg-type]
         expected = testing.oracle(inputs)
-        found = {name: bound.limit for name, bound in conditioning(inputs, expected).items()}
+        actual = {name: bound.limit for name, bound in conditioning(inputs, expected).items()}
         for name, lost in testing.errors(testing.run(inputs, "reference"), expected).items():
-            assert lost <= found[name], name
-        return found
+            assert lost <= actual[name], name
+        return actual
 
     assert all(limit < ceiling for limit in limits().values())
     assert limits(spread=3000.0)["dq"] > ceiling or dtype == torch.float64
@@ -321,9 +321,9 @@ def test_the_error_of_one_number_varies_as_one_number_does() -> None:
     """However many terms are summed up to it, a bound that it passes once in 40 times would fail one problem in 40."""
     case = testing.Case("sum", n=1, h=1, lq=9, lk=7, mask_bias="finite", mask_bias_axes="bn111", pair_bias="b1h1k")
     inputs = case.make(seed=1)
-    found = conditioning(inputs, testing.oracle(inputs))
-    assert found["dmask_bias"].independent == 1
-    assert 1 < found["dpair_bias"].independent <= 7
+    bounds = conditioning(inputs, testing.oracle(inputs))
+    assert bounds["dmask_bias"].independent == 1
+    assert 1 < bounds["dpair_bias"].independent <= 7
 
 
 def test_ordinary_queries_are_judged_tightly_beside_huge_ones() -> None:

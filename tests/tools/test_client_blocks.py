@@ -51,7 +51,7 @@ def test_a_wrong_answer_is_a_fault(dtype: torch.dtype, monkeypatch: pytest.Monke
 
 def test_a_wrong_gradient_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     real = patches.attention
-    monkeypatch.setattr(patches, "attention", lambda q, *rest, **options: real(q.detach(), *rest, **options))
+    monkeypatch.setattr(patches, "attention", lambda q, *args, **options: real(q.detach(), *args, **options))
     faults = compare("esmfold", TRUNK, torch.float64, [16]).faults
     assert len(faults) == 2 * len(TRUNK.ways) and all("gradients are off by" in fault for fault in faults)
 
@@ -74,9 +74,9 @@ def test_what_is_passed_on_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     real = evoattn.patch
 
     def patch(name: str, **options: Any) -> evoattn.Patch:
-        made = real(name, **options)
-        next(iter(made._counts.values())).count_passed_on("too long")
-        return made
+        block = real(name, **options)
+        next(iter(block._counts.values())).count_passed_on("too long")
+        return block
 
     monkeypatch.setattr(evoattn, "patch", patch)
     assert "trunk in float32 at 16 residues: 1 calls went to the original: too long" in compare(
@@ -87,8 +87,8 @@ def test_what_is_passed_on_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("fault", ["", "outputs are off by 1"])
 def test_the_table_and_the_exit_status(fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     reached = {str(site): 4 for site in patches.CLIENTS["esmfold"].sites}
-    made = Result(1e-6, 2e-6, 8, command.collections.Counter(reached), [fault] if fault else [])
-    monkeypatch.setattr(command, "compare", lambda *_, **__: made)
+    result = Result(1e-6, 2e-6, 8, command.collections.Counter(reached), [fault] if fault else [])
+    monkeypatch.setattr(command, "compare", lambda *_, **__: result)
     assert command.main(["esmfold"]) == (1 if fault else 0)
     lines = capsys.readouterr().out.splitlines()
     beyond = ["beyond"] if fault else []
@@ -126,14 +126,14 @@ def test_a_clients_casts_stay_in_float64_and_its_softmaxes_are_counted(dtype: to
     """A softmax of averaging is no attention; what evoattn casts and computes is its own."""
     toy: dict[str, Any] = {"__name__": "toy"}
     exec(compile(CLIENT, "toy.py", "exec"), toy)
-    ours: dict[str, Any] = {"__name__": "evoattn.toy"}
-    exec(compile(CLIENT, "ours.py", "exec"), ours)
+    namespace: dict[str, Any] = {"__name__": "evoattn.toy"}
+    exec(compile(CLIENT, "ours.py", "exec"), namespace)
     x = torch.randn(3, 4, dtype=dtype)
     with Watch(dtype) as watch:
         assert {y.dtype for y in toy["single"](x)} == {dtype}
-        assert {y.dtype for y in ours["single"](x)} == {torch.float32}
+        assert {y.dtype for y in namespace["single"](x)} == {torch.float32}
         toy["PairWeightedAveraging"]().forward(x)
-        ours["weights"](x)
+        namespace["weights"](x)
         assert not watch.theirs
         toy["weights"](x)
     assert watch.theirs == {"toy.py": 1}

@@ -28,7 +28,7 @@ def test_dev_runs_what_takes_files_where_it_is_called(dev: ModuleType, monkeypat
     called: dict[str, Path] = {}
     monkeypatch.setattr(dev, "set_up", lambda environment: environment)
     for command in dev.COMMANDS:
-        monkeypatch.setattr(dev, "run", lambda given, folder, command=command: called.update({command: folder}))
+        monkeypatch.setattr(dev, "run", lambda arguments, folder, command=command: called.update({command: folder}))
         dev.main([command, "my.a3m"])
     assert {command for command, folder in called.items() if folder == Path.cwd()} == {"demo", "doctor", "bench", "proofs"}
     assert {folder for folder in called.values() if folder != Path.cwd()} == {dev.ROOT}
@@ -52,7 +52,7 @@ def test_dev_gives_a_half_made_environment_its_pip(dev: ModuleType, monkeypatch:
 
 def test_dev_compares_every_client_in_an_environment_of_its_own(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that differs does not keep the others from running."""
-    made, compared, modules = [], [], []
+    environments, compared, modules = [], [], []
 
     def run(command: list[str], folder: Path) -> None:
         assert folder == dev.CLIENTS.parent
@@ -62,12 +62,12 @@ def test_dev_compares_every_client_in_an_environment_of_its_own(dev: ModuleType,
             sys.exit(1)
 
     monkeypatch.setattr(
-        dev, "set_up", lambda environment, requirements: (made.append((environment, requirements)), environment)[1]
+        dev, "set_up", lambda environment, requirements: (environments.append((environment, requirements)), environment)[1]
     )
     monkeypatch.setattr(dev, "run", run)
     with pytest.raises(SystemExit, match="not the same with and without the patch: boltz"):
         dev.main(["clients"])
-    assert made == [(dev.ROOT / "build" / "clients" / name, dev.CLIENTS / f"{name}.txt") for name in compared]
+    assert environments == [(dev.ROOT / "build" / "clients" / name, dev.CLIENTS / f"{name}.txt") for name in compared]
     assert {"boltz", "esmfold"} <= set(compared)
     dev.main(["clients", "esmfold"])
     assert compared[-1] == "esmfold"
@@ -75,7 +75,7 @@ def test_dev_compares_every_client_in_an_environment_of_its_own(dev: ModuleType,
         dev.main(["clients", "bolz"])
     with pytest.raises(SystemExit, match="not the same with and without the patch: boltz"):
         dev.main(["clients", "--whole", "boltz"])
-    assert made[-1] == (dev.ROOT / "build" / "clients" / "boltz-whole", dev.CLIENTS / "whole" / "boltz.txt")
+    assert environments[-1] == (dev.ROOT / "build" / "clients" / "boltz-whole", dev.CLIENTS / "whole" / "boltz.txt")
     assert set(modules[:-1]) == {"clients"} and modules[-1] == "clients.whole"
     with pytest.raises(SystemExit, match="unknown: esmfold; the whole programs are boltz"):
         dev.main(["clients", "esmfold", "--whole"])

@@ -40,10 +40,10 @@ def test_atoms_may_move_by_rounding_alone(tmp_path: pathlib.Path) -> None:
     assert compare(tmp_path / "plain", tmp_path / "ours").faults == ["a.cif: an atom moves by 8.3e-05 Å, the bound is 8.2e-05"]
 
 
-@pytest.mark.parametrize("ours", [moved(float("nan")), PLACES[:2], []], ids=["NaN", "an atom less", "no atom"])
-def test_other_structures_are_reported(tmp_path: pathlib.Path, ours: list[tuple[float, float, float]]) -> None:
+@pytest.mark.parametrize("structure", [moved(float("nan")), PLACES[:2], []], ids=["NaN", "an atom less", "no atom"])
+def test_other_structures_are_reported(tmp_path: pathlib.Path, structure: list[tuple[float, float, float]]) -> None:
     write(tmp_path / "plain" / "a.cif", PLACES)
-    write(tmp_path / "ours" / "a.cif", ours)
+    write(tmp_path / "ours" / "a.cif", structure)
     assert len(compare(tmp_path / "plain", tmp_path / "ours").faults) == 1
 
 

@@ -12,16 +12,16 @@ def one_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without a pair bias one kernel finds all gradients, as where a call has many rows, and in this test at least once."""
     from evoattn.backends.hopper import backward_launches, tiles
 
-    kernel, made = backward_launches.FusedGradients, []
+    kernel, instances = backward_launches.FusedGradients, []
 
     def make(*args: object, **options: object) -> object:
-        made.append(kernel(*args, **options))
-        return made[-1]
+        instances.append(kernel(*args, **options))
+        return instances[-1]
 
     monkeypatch.setattr(backward_launches, "FusedGradients", make)
     monkeypatch.setattr(tiles, "fused_tiles", lambda channels, *_: 16 if channels <= 16 else 8)
     yield
-    assert made
+    assert instances
 
 
 @pytest.fixture
@@ -45,16 +45,16 @@ def rows_left_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The backward leaves out rows that a mask switches off, as where a call has many scores; at least once in a test."""
     from evoattn.backends.hopper import backward_launches, tiles
 
-    kernel, made = backward_launches.KeyGradients, []
+    kernel, instances = backward_launches.KeyGradients, []
 
     def make(*args: object, **options: object) -> object:
-        made.append(options["skips"])
+        instances.append(options["skips"])
         return kernel(*args, **options)
 
     monkeypatch.setattr(backward_launches, "KeyGradients", make)
     monkeypatch.setattr(tiles, "LEAST_SCORES_TO_SKIP", 0)
     yield
-    assert any(made)
+    assert any(instances)
 
 
 @pytest.fixture

@@ -35,11 +35,11 @@ DQ_SPILLED, DQ_ALONE_SPILLED, DKDV_SPILLED, WHOLE_SPILLED = 288, 64, 32, 64
 slow = pytest.mark.slow
 
 
-def check(made: Made, spilled: int, formula: int | None = None) -> None:
+def check(compiled: Made, spilled: int, formula: int | None = None) -> None:
     """No product waits for the one before, few registers are spilled, and the launch asks for what the plan counts with."""
-    assert not made.serialised
-    assert made.spilled <= spilled
-    assert formula is None or made.shared <= formula <= made.shared + ALIGNED
+    assert not compiled.serialised
+    assert compiled.spilled <= spilled
+    assert formula is None or compiled.shared <= formula <= compiled.shared + ALIGNED
 
 
 def fused_shared(channels: int, tiles: int) -> int:
@@ -128,8 +128,8 @@ WHOLE = [
 @pytest.mark.parametrize(("channels", "change", "dtype"), WHOLE)
 def test_all_gradients_in_one_kernel(channels, change, dtype):
     tiles = planned.fused_tiles(channels, (1, 66, 2, 512, 512), 132)
-    made = make(fused.FusedGradients(DTYPES[dtype], channels, **({"key_bias": True} | change), tiles=tiles))
-    check(made, WHOLE_SPILLED if channels == 24 and "dlse" in change else 0, fused_shared(channels, tiles))
+    compiled = make(fused.FusedGradients(DTYPES[dtype], channels, **({"key_bias": True} | change), tiles=tiles))
+    check(compiled, WHOLE_SPILLED if channels == 24 and "dlse" in change else 0, fused_shared(channels, tiles))
 
 
 @slow
@@ -146,8 +146,8 @@ def test_variants_with_a_float32_pair_bias(channels, length):
     """They hold it in float32 whatever it was: only how it is loaded differs."""
     check(query_kernel(channels, length, bias=cutlass.Float32), DQ_SPILLED)
     chosen = planned.key_variant(channels, length, True, float32_pair=True)
-    made = make(dkdv.KeyGradients(cutlass.BFloat16, channels, **BOTH, bias=cutlass.Float32, **chosen))
-    check(made, DKDV_SPILLED, planned.key_shared(channels, **chosen))
+    compiled = make(dkdv.KeyGradients(cutlass.BFloat16, channels, **BOTH, bias=cutlass.Float32, **chosen))
+    check(compiled, DKDV_SPILLED, planned.key_shared(channels, **chosen))
 
 
 @slow
@@ -191,8 +191,10 @@ def test_other_kernels_of_a_gated_call():
     assert make(statistics.Statistics(cutlass.BFloat16, 32, **GATED)).spilled == 0
     for channels in (8, 32):
         tiles = planned.fused_tiles(channels, (1, 66, 2, 512, 512), 132)
-        made = make(fused.FusedGradients(cutlass.BFloat16, channels, key_bias=True, tiles=tiles, mask_gradient=True, **GATED))
-        check(made, WHOLE_SPILLED, fused_shared(channels, tiles))
+        compiled = make(
+            fused.FusedGradients(cutlass.BFloat16, channels, key_bias=True, tiles=tiles, mask_gradient=True, **GATED)
+        )
+        check(compiled, WHOLE_SPILLED, fused_shared(channels, tiles))
 
 
 KEYS_384 = dkdv.KeyGradients(cutlass.BFloat16, 32, **BOTH, **planned.key_variant(32, 384, True))
@@ -200,9 +202,9 @@ KEYS_384 = dkdv.KeyGradients(cutlass.BFloat16, 32, **BOTH, **planned.key_variant
 
 def test_products_overlapped():
     """While a warpgroup computes, as many products run as the plan says: a wait leaves one running."""
-    whole = fused.FusedGradients(cutlass.BFloat16, 32, key_bias=True, tiles=8)
+    unsplit = fused.FusedGradients(cutlass.BFloat16, 32, key_bias=True, tiles=8)
     assert KEYS_384.overlapped > 0
-    for kernel, waits in ((KEYS_384, KEYS_384.overlapped), (whole, 1)):
+    for kernel, waits in ((KEYS_384, KEYS_384.overlapped), (unsplit, 1)):
         assert count(make(kernel).instructions, "WARPGROUP.DEPBAR.LE 1") == waits
 
 
@@ -263,8 +265,8 @@ def test_every_length_has_room(channels, pair, skips):
     for length in (*range(1, longest, 61), longest):
         query, key = planned.query_variant(channels, length, pair), planned.key_variant(channels, length, pair, skips)
         assert query is not None
-        whole = query["cluster"] * query["groups"] * query["slices"] * 32
-        assert whole - whole // query["cluster"] < length <= whole, "each block of a cluster has keys"
+        rows = query["cluster"] * query["groups"] * query["slices"] * 32
+        assert rows - rows // query["cluster"] < length <= rows, "each block of a cluster has keys"
         assert query["slices"] % query["stage"] == 0 and query["stages"] > 1
         assert key["ring"] or not pair or key["blocks"] * 64 >= length
 
@@ -295,13 +297,13 @@ def test_what_one_kernel_takes_whole(channels, sizes, tiles):
 @pytest.mark.parametrize("channels", [8, 16, 24, 32, 48, 64])
 def test_a_warpgroup_of_producers_has_four_warps(channels, pair):
     """One brings in each stream of keys, one the queries, and one may sum dQ."""
-    found = set()
+    sums_dq = set()
     for length in (64, 128, 256, 384, 512, 576, 1024, 2048):
         chosen = planned.query_variant(channels, length, pair)
         kernel = dq.QueryGradients(cutlass.BFloat16, channels, pair=pair, key_bias=True, bias_gradient=pair, **chosen)
         assert kernel.key_producers + 1 + kernel.warp_sums_dq <= 4
-        found.add(kernel.warp_sums_dq)
-    assert found == ({True, False} if pair and channels > 16 else {False})
+        sums_dq.add(kernel.warp_sums_dq)
+    assert sums_dq == ({True, False} if pair and channels > 16 else {False})
 
 
 def test_more_keys_are_refused():

@@ -83,8 +83,8 @@ def test_rows_past_2_to_31_elements(with_pair_bias: bool) -> None:
     few = [x[:, last].detach().clone().requires_grad_() for x in leaves]
     expected = evoattn.evoformer_attention(*few, mask=mask[:, last], pair_bias=pair, backend="hopper")
     assert torch.equal(o[:, last], expected)
-    for gradient, other in zip(gradients, torch.autograd.grad(expected, few, do[:, last]), strict=True):
-        assert testing.relative_error(gradient[:, last], other) < 2e-3
+    for gradient, y in zip(gradients, torch.autograd.grad(expected, few, do[:, last]), strict=True):
+        assert testing.relative_error(gradient[:, last], y) < 2e-3
 
 
 def test_a_side_stream() -> None:

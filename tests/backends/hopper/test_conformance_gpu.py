@@ -69,13 +69,13 @@ def test_queries_to_which_a_pair_bias_leaves_masked_keys_alone(dtype: torch.dtyp
     mask_bias[:, 1, ..., 40:] = bias
     pair_bias[..., 5:20, :40] = -torch.inf
     inputs = dataclasses.replace(inputs, mask_bias=mask_bias, pair_bias=pair_bias)
-    found, expected = testing.run(inputs, "hopper"), testing.oracle(inputs)
+    actual, expected = testing.run(inputs, "hopper"), testing.oracle(inputs)
     allowed = 1.6e-2 if dtype == torch.bfloat16 else 4e-3
-    for name, value in found.values.items():
+    for name, value in actual.values.items():
         limit = 2e-5 if name == "lse" else allowed
         assert testing.relative_error(value, expected.values[name]) < limit, name
     few = (slice(None), 1, slice(5, 20))
-    assert testing.relative_error(found.values["o"][few], expected.values["o"][few]) < allowed
+    assert testing.relative_error(actual.values["o"][few], expected.values["o"][few]) < allowed
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -201,8 +201,8 @@ def test_a_large_pair_bias_is_added_exactly(scale: float | None, channels: int, 
     """Where the inverse of a scale is no number of dtype; taken in one term it would leave an error of 0.01 and more."""
     inputs = example(d=channels, scale=scale, dtype=dtype)
     inputs = dataclasses.replace(inputs, pair_bias=inputs.pair_bias * 30)
-    ours, expected = forward(inputs).values["lse"], testing.oracle(inputs).values["lse"]
-    torch.testing.assert_close(ours.double(), expected.double(), rtol=1e-5, atol=1e-3)
+    actual, expected = forward(inputs).values["lse"], testing.oracle(inputs).values["lse"]
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -219,8 +219,8 @@ def test_a_float32_pair_bias_is_not_rounded(channels: int, dtype: torch.dtype) -
     """Rounded to bfloat16 it would leave an error of 0.1 in the LSE, in two terms of it 1e-3."""
     inputs = example(n=3, d=channels, dtype=dtype, **FLOAT32)
     inputs = dataclasses.replace(inputs, pair_bias=inputs.pair_bias * 30)
-    ours, expected = forward(inputs).values["lse"], testing.oracle(inputs).values["lse"]
-    torch.testing.assert_close(ours.double(), expected.double(), rtol=1e-6, atol=2e-5)
+    actual, expected = forward(inputs).values["lse"], testing.oracle(inputs).values["lse"]
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-6, atol=2e-5)
 
 
 @pytest.mark.parametrize("length", [130, 384])
@@ -249,9 +249,9 @@ def test_nan_reaches_what_it_should_and_nothing_else(where: str) -> None:
     broken = getattr(inputs, where).clone()
     broken[(0, 0, 0, 7, 9) if where == "pair_bias" else (0, 1, 20, 1, 3)] = torch.nan
     inputs = dataclasses.replace(inputs, **{where: broken})
-    ours, expected = forward(inputs), testing.run(inputs, "reference")
+    actual, expected = forward(inputs), testing.run(inputs, "reference")
     for name in ("o", "lse"):
-        assert torch.equal(ours.values[name].isnan(), expected.values[name].isnan()), name
+        assert torch.equal(actual.values[name].isnan(), expected.values[name].isnan()), name
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -77,28 +77,28 @@ NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_compiles(name: str) -> None:
     kernel = variant(name, "bfloat16")
-    made = make(kernel)
-    assert made.shared <= shared_bytes(kernel) <= min(made.shared + ALIGNED, planned.SHARED)
-    assert not made.serialised
-    assert count(main_loop(made.instructions), "LDL", "STL") <= SPILLS.get(name, 0)
+    compiled = make(kernel)
+    assert compiled.shared <= shared_bytes(kernel) <= min(compiled.shared + ALIGNED, planned.SHARED)
+    assert not compiled.serialised
+    assert count(main_loop(compiled.instructions), "LDL", "STL") <= SPILLS.get(name, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["d32", "d32_wide", "d48_long", "d64_long"])
 def test_float16_compiles(name: str) -> None:
-    made = make(variant(name, "float16"))
-    assert not made.serialised
-    assert count(main_loop(made.instructions), "LDL", "STL") <= SPILLS.get(name, 0)
+    compiled = make(variant(name, "float16"))
+    assert not compiled.serialised
+    assert count(main_loop(compiled.instructions), "LDL", "STL") <= SPILLS.get(name, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("channels", [8, 24, 64])
 def test_the_product_with_the_gate_moves_16_bytes_at_a_time(channels: int, dtype: str) -> None:
-    made = make(gate.GateProduct(DTYPES[dtype], channels))
-    moves = [text for text in made.instructions if text.startswith(("LDG", "STG"))]
+    compiled = make(gate.GateProduct(DTYPES[dtype], channels))
+    moves = [text for text in compiled.instructions if text.startswith(("LDG", "STG"))]
     assert len(moves) == 3 and all(".128" in text for text in moves)
-    assert made.shared == 0
-    assert count(made.instructions, "LDL", "STL") == 0
+    assert compiled.shared == 0
+    assert count(compiled.instructions, "LDL", "STL") == 0
 
 
 @pytest.mark.slow

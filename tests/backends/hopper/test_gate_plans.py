@@ -93,7 +93,7 @@ def test_a_backward_reads_what_the_pass_of_the_gate_makes(case: Gated, launched:
     assert (gradients[3] is not None) == case.needs[5]
     if gradients[3] is not None:
         assert gradients[3].data_ptr() in launched[0][1]
-    assert {x.data_ptr() for x in gradients[:3] if x is not None} <= {x for _, given in launched for x in given}
+    assert {x.data_ptr() for x in gradients[:3] if x is not None} <= {x for _, addresses in launched for x in addresses}
     gated = [kernel for kernel in kernels if type(kernel).__name__ in ("QueryGradients", "FusedGradients", "Statistics")]
     assert all(kernel.gate and kernel.dlse for kernel in gated) and gated
     assert told.gate == GATED_BACKWARD

@@ -188,12 +188,12 @@ IN_TURNS = [
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("pair_bias", ["b1hqk", "11hqk"])
 @pytest.mark.parametrize("changes", IN_TURNS, ids=str)
-@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("heads_at_once", [1, 2])
 def test_heads_in_turns(
-    together: int, changes: dict, pair_bias: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+    heads_at_once: int, changes: dict, pair_bias: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where so many keep all processors busy."""
-    monkeypatch.setattr(head_groups, "divisor", lambda *_: together)
+    monkeypatch.setattr(head_groups, "divisor", lambda *_: heads_at_once)
     inputs = example(**{"lead": (2,), "mask_bias": "finite", "pair_bias": pair_bias, "lq": 520, "lk": 520, **changes})
     results = testing.run(inputs, "hopper", deterministic=deterministic)
     testing.check(results, inputs)

@@ -8,10 +8,10 @@ from evoattn.workloads import workload
 
 
 @pytest.mark.parametrize(
-    ("count", "least", "found"), [(4, 0, 1), (4, 1, 1), (4, 2, 2), (4, 3, 4), (4, 9, 4), (6, 4, 6), (5, 2, 5)]
+    ("count", "least", "expected"), [(4, 0, 1), (4, 1, 1), (4, 2, 2), (4, 3, 4), (4, 9, 4), (6, 4, 6), (5, 2, 5)]
 )
-def test_the_smallest_divisor_that_is_enough(count: int, least: int, found: int) -> None:
-    assert divisor(count, least) == found
+def test_the_smallest_divisor_that_is_enough(count: int, least: int, expected: int) -> None:
+    assert divisor(count, least) == expected
 
 
 def like(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -39,22 +39,22 @@ def test_what_runs_together(b: int, bias: tuple[int, int], units: int, expected:
 
 
 @pytest.mark.parametrize(
-    ("name", "together"), [("tri768", 2), ("tri1024", 2), ("tri2048", 1), ("diffusion768", 16), ("wide384", 4)]
+    ("name", "heads_at_once"), [("tri768", 2), ("tri1024", 2), ("tri2048", 1), ("diffusion768", 16), ("wide384", 4)]
 )
-def test_what_runs_together_of_a_model(name: str, together: int) -> None:
+def test_what_runs_together_of_a_model(name: str, heads_at_once: int) -> None:
     w = workload(name)
     groups = HeadGroups.of(like(w.b, w.n, w.h, w.lq, w.d), like(w.b, w.h, w.lq, w.lk), -(-w.lk // 64) * w.n, 132)
-    assert (groups.b, groups.h) == (1, together)
+    assert (groups.b, groups.h) == (1, heads_at_once)
 
 
 def test_without_a_pair_bias_all_run_together() -> None:
     assert HeadGroups.of(like(2, 2, 4, 64, 32), None, 2**30, 132) == HeadGroups(2, 4, ((0, 0),))
 
 
-@pytest.mark.parametrize("together", [(2, 3), (1, 3), (2, 1), (1, 1)])
-def test_each_turn_finds_its_own(together: tuple[int, int]) -> None:
+@pytest.mark.parametrize("heads_at_once", [(2, 3), (1, 3), (2, 1), (1, 1)])
+def test_each_turn_finds_its_own(heads_at_once: tuple[int, int]) -> None:
     """A tensor of all heads, one of one b, one of one head, one without heads, and one that is not there."""
-    of_b, of_h = together
+    of_b, of_h = heads_at_once
     groups = HeadGroups(of_b, of_h, tuple((x, y) for x in range(0, 2, of_b) for y in range(0, 3, of_h)))
     tensors = (torch.empty(2, 5, 7, 3, 8).transpose(2, 3), torch.empty(1, 3, 9), torch.empty(2, 1, 9), torch.empty(2, 6), None)
     axes = (2, 1, 1, None, 1)

@@ -114,13 +114,13 @@ def test_a_damaged_kernel_is_ignored_with_one_warning_and_made_anew(
 ) -> None:
     ahead.compiled(kernel())
     (file,) = kept(folder)
-    whole = file.stat().st_size
+    size = file.stat().st_size
     damage(file)
     new_process()
     with pytest.warns(UserWarning, match=r"Statistics-.*\.o does not load \(.*\): compiled anew") as seen:
         compile_all(32, 32)
     assert len(seen) == 1
-    assert [found.stat().st_size for found in kept(folder)] == [whole]
+    assert [path.stat().st_size for path in kept(folder)] == [size]
     read_again(monkeypatch)
 
 
@@ -195,17 +195,17 @@ def test_a_kernel_that_is_not_kept_needs_no_file(folder: pathlib.Path, monkeypat
     monkeypatch.setattr(cache.tempfile, "mkstemp", refuse)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        one, other = ahead.compiled(kernel()), ahead.compiled(kernel(64))
-    assert callable(one) and callable(other) and one is not other
+        first, second = ahead.compiled(kernel()), ahead.compiled(kernel(64))
+    assert callable(first) and callable(second) and first is not second
     assert not folder.exists()
 
 
 def test_machines_of_another_kind_share_no_kernels(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object file holds code of the host's too: a home folder may be an x86 machine's and a GH200's."""
-    here = ahead.source()
+    source = ahead.source()
     monkeypatch.setattr(ahead.platform, "machine", lambda: "another")
     ahead.source.cache_clear()
-    assert ahead.source() != here
+    assert ahead.source() != source
     monkeypatch.undo()
     ahead.source.cache_clear()
 

@@ -98,11 +98,11 @@ def test_gradients_of_columns_are_columns(length: int, bias: torch.dtype | None,
         o = evoattn.evoformer_attention(*leaves, **options)  # type: ignore[call-overload]
         return torch.autograd.grad(o, [*leaves, *([] if pair_bias is None else [pair_bias])], do)
 
-    found, wanted = gradients(parts), gradients([y.contiguous() for y in parts])
-    for one, other in zip(found, wanted, strict=True):
-        assert torch.equal(one, other)
-    assert found[0].untyped_storage().nbytes() == length * length * width * 2
-    gap = found[0].as_strided((length * length, 8), (width, 1), 3 * h * d)
+    actual, wanted = gradients(parts), gradients([y.contiguous() for y in parts])
+    for a, b in zip(actual, wanted, strict=True):
+        assert torch.equal(a, b)
+    assert actual[0].untyped_storage().nbytes() == length * length * width * 2
+    gap = actual[0].as_strided((length * length, 8), (width, 1), 3 * h * d)
     assert bool(gap.isnan().all())
 
 

@@ -55,10 +55,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]
 @pytest.fixture
 def kernels(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The kernels that are launched, in their order."""
-    found: list[Any] = []
+    created: list[Any] = []
     note = launch.compiled
-    monkeypatch.setattr(launch, "compiled", lambda kernel: found.append(kernel) or note(kernel))
-    return found
+    monkeypatch.setattr(launch, "compiled", lambda kernel: created.append(kernel) or note(kernel))
+    return created
 
 
 def tensors_of(c: Inputs, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
@@ -104,7 +104,7 @@ def test_a_backward_is_launched(case: testing.Case, deterministic: bool, launche
         assert (gradient is None) == (of is None)
         if gradient is not None and of is not None:
             assert gradient.shape == of.shape and gradient.dtype == of.dtype
-    arguments = {name: set(given) for name, given in launched}
+    arguments = {name: set(addresses) for name, addresses in launched}
     assert of_qkv[0].data_ptr() in arguments["QueryGradients"]
     assert {x.data_ptr() for x in of_qkv[1:]} <= arguments["KeyGradients"]
 
@@ -127,13 +127,13 @@ def test_the_backend_plans_both_passes(pair_bias: str | None, launched: list[Any
     assert same == told[1]
     assert kernels == []
     assert told[0].config == Config(block_q=128, block_k=64) and set(told[1].kernels) == {"dq", "dkdv"}
-    assert [bool(one.copies) for one in told] == [pair_bias is not None] * 2
+    assert [bool(description.copies) for description in told] == [pair_bias is not None] * 2
     forward.run(inputs, outputs)
     assert launched[-1][0] == "Forward" and set(map(Tensor.data_ptr, outputs)) <= set(launched[-1][1])
     gradients = empty_gradients(inputs, "bnlhd", needs)
     of_mask, of_pair = backward.run(*values, gradients)
     assert of_mask is None and (of_pair is None) == (pair_bias is None)
-    assert {x.data_ptr() for x in gradients if x is not None} <= {x for _, given in launched for x in given}
+    assert {x.data_ptr() for x in gradients if x is not None} <= {x for _, arguments in launched for x in arguments}
 
 
 def half(*shape: int) -> Tensor:
@@ -192,8 +192,8 @@ def test_tells_what_is_laid_out_to_be_streamed(needs: tuple[bool, ...], launched
     q, k = half(1, 8, 4, 1024, 32), half(1, 8, 4, 384, 32)
     inputs = Inputs(q, k, k, mask_bias=half(1, 8, 384), pair_bias=half(1, 4, 1024, 384))
     assert described(inputs, needs).copies[1:] == ("pair_bias: laid out anew once a backward, to be streamed",)
-    exact = inputs._replace(pair_bias=torch.empty(1, 4, 1024, 384))
-    assert described(exact).copies[1:] == ("pair_bias: in float32, laid out anew once a forward, to be streamed",)
+    aligned = inputs._replace(pair_bias=torch.empty(1, 4, 1024, 384))
+    assert described(aligned).copies[1:] == ("pair_bias: in float32, laid out anew once a forward, to be streamed",)
 
 
 def test_the_tiles_of_the_backward_are_told(launched: list[Any]) -> None:
@@ -248,9 +248,9 @@ def test_the_copy_engine_gets_addresses_that_it_takes(layout: str, heads: int, d
     q, k, v, do, o = (anywhere(*stored) for _ in range(5))
     lse = torch.randn(q.shape[:-1])
     gradient = torch.randn(lse.numel() + 1)[1:].view(lse.shape) if dlse else None
-    made, *wanted = (torch.empty(stored) for _ in range(4))
+    outputs, *wanted = (torch.empty(stored) for _ in range(4))
     inputs = (q, k, v, None, None, None)
-    forward.plan_forward(*inputs, scale=0.1, layout=layout)(*inputs, made, lse, lse)
+    forward.plan_forward(*inputs, scale=0.1, layout=layout)(*inputs, outputs, lse, lse)
     tensors = (do, gradient, q, k, v, None, None, None, o, lse, torch.zeros_like(lse))
     options: dict[str, Any] = {"needs": (True, True, True, False, False, False), "deterministic": False}
     backward.plan_backward(*tensors, scale=0.1, layout=layout, **options)(*tensors, *wanted)
@@ -273,21 +273,21 @@ def test_rows_without_a_pair_bias_are_done_whole(masked: bool, deterministic: bo
     options: dict[str, Any] = {"layout": case.layout, "needs": needs, "deterministic": deterministic}
     dmask_bias, dpair_bias = backward.plan_backward(*tensors, scale=0.2, **options)(*tensors, *of_qkv)
     assert [name for name, _ in launched] == ["KeyBias", "FusedGradients"]
-    given = dict(launched)["FusedGradients"]
+    arguments = dict(launched)["FusedGradients"]
     do = tensors[0]
-    assert do is not None and given[2:7] == tuple(x.data_ptr() for x in (c.q, c.k, c.v, o, do))
-    assert given[8] == lse.data_ptr() and given[10] == of_qkv[0].data_ptr() and given[12] == of_qkv[2].data_ptr()  # type: ignore[union-attr]
-    assert given[11] not in (None, given[7], given[10], given[12]), "dk, which is not wanted, and the terms"
+    assert do is not None and arguments[2:7] == tuple(x.data_ptr() for x in (c.q, c.k, c.v, o, do))
+    assert arguments[8] == lse.data_ptr() and arguments[10] == of_qkv[0].data_ptr() and arguments[12] == of_qkv[2].data_ptr()  # type: ignore[union-attr]
+    assert arguments[11] not in (None, arguments[7], arguments[10], arguments[12]), "dk, which is not wanted, and the terms"
     assert dpair_bias is None and (dmask_bias is not None) == masked
     if dmask_bias is not None:
         assert dmask_bias.shape == c.mask_bias.shape  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("of_b", [1, 2])
-@pytest.mark.parametrize("together", [1, 2])
-def test_heads_in_turns(together: int, of_b: int, launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("heads_at_once", [1, 2])
+def test_heads_in_turns(heads_at_once: int, of_b: int, launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn's launches take the addresses of its own heads, and what is laid out, cleared and allocated is for all."""
-    monkeypatch.setattr(head_groups, "divisor", lambda *_: together)
+    monkeypatch.setattr(head_groups, "divisor", lambda *_: heads_at_once)
     case = testing.Case(
         "turns", lead=(2,), n=32, h=4, lq=640, lk=640, d=64, dtype=torch.bfloat16, mask="random", pair_bias="b1hqk"
     )
@@ -296,23 +296,27 @@ def test_heads_in_turns(together: int, of_b: int, launched: list[Any], monkeypat
     pair = tensors_of(c, (True, True, True, False, True, False))[5]
     q, k, v = (x.contiguous() for x in (c.q, c.k, c.v))
     assert pair is not None
-    starts = [(0, h) for h in range(0, 4, together)] if of_b == 1 else [(b, h) for b in range(2) for h in range(0, 4, together)]
+    starts = (
+        [(0, h) for h in range(0, 4, heads_at_once)]
+        if of_b == 1
+        else [(b, h) for b in range(2) for h in range(0, 4, heads_at_once)]
+    )
 
     def addresses(x: Tensor, heads: int) -> list[int]:
-        return [(x[b:] if x.shape[0] > 1 else x).narrow(heads, h, together).data_ptr() for b, h in starts]
+        return [(x[b:] if x.shape[0] > 1 else x).narrow(heads, h, heads_at_once).data_ptr() for b, h in starts]
 
     o, lse = torch.empty_like(q), torch.empty(q.shape[:-1])
     inputs = (q, k, v, c.mask, None, pair)
     forward.plan_forward(*inputs, scale=0.2, layout="bnhld")(*inputs, o, lse, lse)
     assert [name for name, _ in launched] == ["PairBias", "KeyBias", *["Forward"] * len(starts)]
-    forwards = [given for name, given in launched if name == "Forward"]
+    forwards = [args for name, args in launched if name == "Forward"]
     for place, x in ((2, q), (3, k), (4, v), (10, o), (11, lse)):
-        assert [given[place] for given in forwards] == addresses(x, 2)
-    assert [given[8] for given in forwards] == addresses(pair, 1), "the pair bias as it is given"
-    assert len({given[9] for given in forwards}) == len(starts), "and laid out anew"
-    assert len({given[5] for given in forwards}) == (1 if of_b == 1 else 2), "the rows' terms, of each b"
-    assert len({given[6] for given in forwards}) == (1 if of_b == 1 else 2), "their ends"
-    assert len({given[7] for given in forwards}) == (1 if of_b == 1 else 2), "their biases as they are"
+        assert [args[place] for args in forwards] == addresses(x, 2)
+    assert [args[8] for args in forwards] == addresses(pair, 1), "the pair bias as it is given"
+    assert len({args[9] for args in forwards}) == len(starts), "and laid out anew"
+    assert len({args[5] for args in forwards}) == (1 if of_b == 1 else 2), "the rows' terms, of each b"
+    assert len({args[6] for args in forwards}) == (1 if of_b == 1 else 2), "their ends"
+    assert len({args[7] for args in forwards}) == (1 if of_b == 1 else 2), "their biases as they are"
 
     launched.clear()
     needs, do = (True, True, True, False, True, False), torch.randn_like(o)
@@ -325,19 +329,19 @@ def test_heads_in_turns(together: int, of_b: int, launched: list[Any], monkeypat
         "KeyBias",
         *["QueryGradients", "KeyGradients"] * len(starts),
     ]
-    of_queries, of_keys = ([given for name, given in launched if name == f"{x}Gradients"] for x in ("Query", "Key"))
+    of_queries, of_keys = ([args for name, args in launched if name == f"{x}Gradients"] for x in ("Query", "Key"))
     for place, x in ((2, q), (3, k), (4, v), (5, o), (6, do), (9, lse), (12, of_qkv[0])):
-        assert [given[place] for given in of_queries] == addresses(x, 2), place
+        assert [args[place] for args in of_queries] == addresses(x, 2), place
     for place, x in ((2, q), (3, k), (4, v), (5, do), (9, of_qkv[1]), (10, of_qkv[2])):
-        assert [given[place] for given in of_keys] == addresses(x, 2), place
-    assert dpair is not None and [given[12] for given in of_keys] == addresses(dpair, 1), "rounded in its turn"
-    assert [given[13] for given in of_queries] == [given[11] for given in of_keys], "sums of the same heads"
-    assert len({given[6] for given in of_keys}) == len(starts), "tiles of its own"
-    assert {given[8] for given in of_keys} == {given[11] for given in of_queries} and len({given[8] for given in of_keys}) == 1
-    assert [given[13] for given in of_keys] == addresses(of_qkv[0], 2), "dq, of which the kernel of the keys clears rows"
-    assert [given[14:16] for given in of_keys] == [given[14:16] for given in of_queries], "the rows that a mask leaves"
-    assert len({given[14:16] for given in of_keys}) == (1 if of_b == 1 else 2), "of each b"
-    assert next(given for name, given in launched if name == "KeyBias")[6:8] == of_keys[0][14:16]
+        assert [args[place] for args in of_keys] == addresses(x, 2), place
+    assert dpair is not None and [args[12] for args in of_keys] == addresses(dpair, 1), "rounded in its turn"
+    assert [args[13] for args in of_queries] == [args[11] for args in of_keys], "sums of the same heads"
+    assert len({args[6] for args in of_keys}) == len(starts), "tiles of its own"
+    assert {args[8] for args in of_keys} == {args[11] for args in of_queries} and len({args[8] for args in of_keys}) == 1
+    assert [args[13] for args in of_keys] == addresses(of_qkv[0], 2), "dq, of which the kernel of the keys clears rows"
+    assert [args[14:16] for args in of_keys] == [args[14:16] for args in of_queries], "the rows that a mask leaves"
+    assert len({args[14:16] for args in of_keys}) == (1 if of_b == 1 else 2), "of each b"
+    assert next(args for name, args in launched if name == "KeyBias")[6:8] == of_keys[0][14:16]
 
     launched.clear()
     needs = (True, False, False, False, True, False)  # nothing streams then
@@ -387,8 +391,8 @@ def test_a_kernel_and_its_sum_count_changes_alike(n: int, h: int, length: int, t
     backward.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=True)(
         *tensors, *map(torch.empty_like, c.qkv)
     )
-    found = {type(kernel).__name__: kernel.timed for kernel in kernels if hasattr(kernel, "timed")}
-    assert [found[name] for name in ("QueryGradients", "PanelSum", "KeyGradients")] == [timed] * 3
+    timed_kernels = {type(kernel).__name__: kernel.timed for kernel in kernels if hasattr(kernel, "timed")}
+    assert [timed_kernels[name] for name in ("QueryGradients", "PanelSum", "KeyGradients")] == [timed] * 3
 
 
 @pytest.mark.parametrize(
@@ -421,12 +425,12 @@ def test_who_leaves_rows_out(
             assert kernel.clears == (skips and needs[0])
         if isinstance(kernel, key_bias.KeyBias):
             assert kernel.lists == skips
-    given = dict(launched)
-    lists = given["KeyBias"][-4:-2] if skips else ()  # before the number of keys, and of rows
+    launches = dict(launched)
+    lists = launches["KeyBias"][-4:-2] if skips else ()  # before the number of keys, and of rows
     for name in ("QueryGradients", "KeyGradients"):
-        assert name not in given or set(lists) <= set(given[name])
-    if "KeyGradients" in given and of_qkv[0] is not None:
-        assert (of_qkv[0].data_ptr() in given["KeyGradients"]) == skips
+        assert name not in launches or set(lists) <= set(launches[name])
+    if "KeyGradients" in launches and of_qkv[0] is not None:
+        assert (of_qkv[0].data_ptr() in launches["KeyGradients"]) == skips
 
 
 @pytest.mark.parametrize(

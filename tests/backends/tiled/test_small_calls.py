@@ -58,8 +58,8 @@ def test_other_calls_keep_none(sizes: dict[str, Any], options: dict[str, Any]) -
     if options.pop("huge", False):
         with torch.no_grad():
             inputs.pair_bias[..., 0, :] = -1e9  # type: ignore[index]
-    made = attend(inputs, **options)
-    o = made[0] if isinstance(made, tuple) else made
+    output = attend(inputs, **options)
+    o = output[0] if isinstance(output, tuple) else output
     n, h, lq, lk = (getattr(inputs.case, name) for name in ("n", "h", "lq", "lk"))
     assert (n * h, lq, lk) not in shapes_kept(o)
 
@@ -68,12 +68,12 @@ def test_other_calls_keep_none(sizes: dict[str, Any], options: dict[str, Any]) -
 def test_both_ways_give_the_same_bits(layout: Any) -> None:
     """What recomputes the probabilities, by the operator, takes the same steps as what keeps them."""
     inputs, leaves = make(layout=layout, mask="random")
-    found = torch.autograd.grad(attend(inputs, layout=layout), leaves, inputs.do)
+    actual = torch.autograd.grad(attend(inputs, layout=layout), leaves, inputs.do)
     recorded = torch.autograd.grad(attend(inputs, layout=layout), leaves, inputs.do, create_graph=True)
     many = torch.autograd.grad(
         attend(inputs, layout=layout), leaves, inputs.do.expand(2, *inputs.do.shape), is_grads_batched=True
     )
-    for x, y, z in zip(found, recorded, many, strict=True):
+    for x, y, z in zip(actual, recorded, many, strict=True):
         assert torch.equal(x, y)
         torch.testing.assert_close(z, x.expand_as(z))
     with pytest.raises(RuntimeError, match="no second derivative"):
@@ -98,8 +98,8 @@ def products(call: Any) -> int:
 
 def test_no_more_products_than_dense() -> None:
     inputs, leaves = make()
-    ours, theirs = (products(lambda way=way: torch.autograd.grad(way(inputs).sum(), leaves)) for way in (attend, dense_of))
-    assert ours == theirs == 6
+    fused, dense = (products(lambda way=way: torch.autograd.grad(way(inputs).sum(), leaves)) for way in (attend, dense_of))
+    assert fused == dense == 6
 
 
 def dense_of(inputs: Inputs) -> Tensor:
@@ -121,11 +121,11 @@ def dense_of(inputs: Inputs) -> Tensor:
 def test_peak_memory_is_below_that_of_dense(sizes: dict[str, Any]) -> None:
     """From 128 residues on; the last has too many scores to be small."""
     inputs, leaves = make(lq=128, lk=128, **sizes)
-    ours, theirs = (
+    fused, dense = (
         peak_bytes(lambda way=way: torch.autograd.grad(way(inputs).sum(), leaves), CPU)  # type: ignore[misc]
         for way in (attend, dense_of)
     )
-    assert ours < theirs
+    assert fused < dense
 
 
 @pytest.mark.parametrize(("n", "h", "length"), [(92, 4, 92), (64, 4, 64), (32, 4, 32), (16, 8, 127)])

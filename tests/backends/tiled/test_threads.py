@@ -30,18 +30,18 @@ CASE = testing.Case(
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> Iterator[list[int]]:
     """Problems of any size are shared; gives how many threads shared each pass, and some pass of each test is."""
-    found: list[int] = []
+    counts: list[int] = []
     share = threads.share
 
     def noted(pieces, worker, count):
-        found.append(count)
+        counts.append(count)
         return share(pieces, worker, count)
 
     monkeypatch.setattr(tiled, "LEAST_SHARED", 1)
     monkeypatch.setattr(dense, "fits", lambda problem: False)
     monkeypatch.setattr(threads, "share", noted)
-    yield found
-    assert max(found) > 1
+    yield counts
+    assert max(counts) > 1
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -65,10 +65,10 @@ def test_every_piece_is_done_once(count: int) -> None:
 
 
 def test_workers_are_in_inference_mode_where_the_caller_is() -> None:
-    found = []
+    modes = []
     with torch.inference_mode(), threads.single_threaded(2):
-        threads.share(range(2), lambda taken: found.append(torch.is_inference_mode_enabled()), 2)
-    assert found == [True, True]
+        threads.share(range(2), lambda taken: modes.append(torch.is_inference_mode_enabled()), 2)
+    assert modes == [True, True]
 
 
 @pytest.fixture
@@ -82,19 +82,19 @@ def no_flush() -> Iterator[None]:
 
 def test_workers_flush_denormals_if_the_caller_does(no_flush: None) -> None:
     """Also if the caller changes it after the workers have started."""
-    together = threading.Barrier(3)
-    found: list[bool] = []
+    barrier = threading.Barrier(3)
+    modes: list[bool] = []
 
     def worker(taken: Iterator[int]) -> None:
-        together.wait(10)
-        found.append(bool(torch.full((1,), 1e-39, dtype=torch.float32).mul(0.5) == 0))
+        barrier.wait(10)
+        modes.append(bool(torch.full((1,), 1e-39, dtype=torch.float32).mul(0.5) == 0))
 
     for flushes in (False, True, False, True):
         torch.set_flush_denormal(flushes)
-        found.clear()
+        modes.clear()
         with threads.single_threaded(3):
             threads.share(range(3), worker, 3)
-        assert found == [flushes] * 3
+        assert modes == [flushes] * 3
 
 
 def test_results_with_flushed_denormals_are_bit_equal(shared: list[int], no_flush: None) -> None:
@@ -117,12 +117,12 @@ def test_what_a_worker_raises_comes_when_all_have_stopped(error: BaseException, 
     both = threading.Barrier(2)
 
     def worker(taken: Iterator[int]) -> None:
-        here = threading.current_thread() is caller
+        in_caller = threading.current_thread() is caller
         for piece in taken:
             begun.append(piece)
             if len(begun) <= 2:
                 both.wait(10)
-            if here == (where == "here"):
+            if in_caller == (where == "here"):
                 raise error
             running.append(piece)
             time.sleep(0.05)
@@ -204,8 +204,8 @@ def test_eight_callers_at_once(shared: list[int]) -> None:
     expected = [testing.run(each, "tiled").values for each in inputs]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         for _ in range(3):
-            for found, right in zip(pool.map(lambda each: testing.run(each, "tiled").values, inputs), expected, strict=True):
-                for name, value in found.items():
+            for actual, right in zip(pool.map(lambda each: testing.run(each, "tiled").values, inputs), expected, strict=True):
+                for name, value in actual.items():
                     torch.testing.assert_close(value, right[name])
 
 

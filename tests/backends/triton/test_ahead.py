@@ -43,14 +43,14 @@ KERNELS = [
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kernels that were brought to the device."""
-    found: list[str] = []
+    names: list[str] = []
 
     def load(kernel: CompiledKernel) -> None:
-        found.append(kernel.metadata.name)
+        names.append(kernel.metadata.name)
         kernel.module = "there"
 
     monkeypatch.setattr(CompiledKernel, "run", property(load))
-    return found
+    return names
 
 
 N = 1200
@@ -179,7 +179,7 @@ def test_a_damaged_kernel_in_the_cache_of_triton_is_compiled_anew(
 
 def test_kernels_are_loaded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to Triton 3.6 two threads that load launchers mix them up. Only compiling them is for several threads."""
-    loading, most, compiled, made = [0], [0], set(), []
+    loading, most, compiled, launched = [0], [0], set(), []
 
     class Fake:
         module = None
@@ -191,7 +191,7 @@ def test_kernels_are_loaded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
             most[0] = max(most[0], loading[0])
             time.sleep(0.002)
             loading[0] -= 1
-            made.append(self)
+            launched.append(self)
 
     def compile_launcher(kernel: Any) -> None:
         assert not loading[0]
@@ -207,7 +207,7 @@ def test_kernels_are_loaded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(prepare, [[Fake() for _ in range(5)] for _ in range(4)]))
     assert most == [1]
-    assert len(made) == len(compiled) == 20
+    assert len(launched) == len(compiled) == 20
 
 
 def test_a_kernel_that_another_thread_compiled_is_loaded_before_it_is_launched(loaded: list[str]) -> None:
@@ -339,14 +339,14 @@ def test_a_plan_is_prepared_once(current: int, monkeypatch: pytest.MonkeyPatch) 
     def run(*arguments: Any) -> None:
         done.append(("run", Device.current, arguments))
 
-    start = devices.on_device_of(tensor, run, first=lambda run, given: done.append(("first", Device.current, given)))
+    start = devices.on_device_of(tensor, run, first=lambda run, args: done.append(("first", Device.current, args)))
     start(1, 2)
     start(3)
     assert done == [("first", 1, (1, 2)), ("run", 1, (1, 2)), ("run", 1, (3,))]
     assert Device.current == current
 
 
-@pytest.mark.parametrize("first", [None, lambda run, given: None], ids=["at once", "prepared"])
+@pytest.mark.parametrize("first", [None, lambda run, arguments: None], ids=["at once", "prepared"])
 def test_what_a_start_holds_is_freed_with_it(first: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a circle of references its tensors would keep gigabytes of a GPU until Python looks for garbage."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)

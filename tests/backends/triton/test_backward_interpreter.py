@@ -112,11 +112,11 @@ else:
         far.copy_(near)
         leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
         spread = [far.requires_grad_() if name == which else x for name, x in zip("qkv", leaves, strict=True)]
-        found = []
+        errors = []
         for (q, k, v), do in ((leaves, inputs.do), (spread, far if which == "do" else inputs.do)):
             o = evoattn.evoformer_attention(q, k, v, layout="bnhld", backend="triton")
-            found.append((o, *torch.autograd.grad(o, (q, k, v), do)))
-        assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+            errors.append((o, *torch.autograd.grad(o, (q, k, v), do)))
+        assert all(torch.equal(x, y) for x, y in zip(*errors, strict=True))
 
     @pytest.mark.parametrize("lk", [3, 4])
     def test_few_with_an_infinite_query(lk: int) -> None:
@@ -126,11 +126,11 @@ else:
         o, lse = evoattn.evoformer_attention(q, k, v, backend="triton", return_lse=True)
         assert o.eq(0).all() and lse.isneginf().all()
 
-    @pytest.mark.parametrize("together", [slow_if(True, 1), 2])
-    def test_heads_in_turns(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("heads_at_once", [slow_if(True, 1), 2])
+    def test_heads_in_turns(heads_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """As many heads as the cache has room for; each of two b and six heads has its programs."""
         use(monkeypatch, ALL_TILES["two_rows_together"])
-        monkeypatch.setattr(backward_launches, "_heads_at_once", lambda *_: together)
+        monkeypatch.setattr(backward_launches, "_heads_at_once", lambda *_: heads_at_once)
         case = testing.Case("turns", lead=(2,), n=3, h=6, lq=20, lk=18, d=8, mask="random", pair_bias="b1hqk")
         check(case.make(seed=4))
 
@@ -229,8 +229,8 @@ else:
         expected = testing.run(inputs, "triton").values
         room = torch.full((5, 2, n + 1, *inputs.q.shape[2:]), torch.nan)
         q, k, v, do = room[:4, :, :n]
-        for mine, given in ((q, inputs.q), (k, inputs.k), (v, inputs.v), (do, inputs.do)):
-            mine[:, : n // 2] = given[:, : n // 2]
+        for copy, source in ((q, inputs.q), (k, inputs.k), (v, inputs.v), (do, inputs.do)):
+            copy[:, : n // 2] = source[:, : n // 2]
         values = testing.run(dataclasses.replace(inputs, q=q, k=k, v=v, do=do), "triton").values
         for name, value in expected.items():
             assert torch.equal(values[name], value), name

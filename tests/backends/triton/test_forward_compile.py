@@ -155,10 +155,10 @@ def test_twins_have_the_same_plans(arch: str, twin: str) -> None:
 @pytest.mark.parametrize(("case", "arch"), PAIRS)
 def test_fits(case: Compiled, arch: str) -> None:
     """Within the card's shared memory, no product that ptxas serialises, and no more spills than known."""
-    made = compiled(case.name, arch)
-    assert made.shared <= SHARED_LIMITS[arch]
-    assert not made.serialised
-    assert not COUNTS or made.spills <= case.spills.get(arch, 0)
+    compiled_kernels = compiled(case.name, arch)
+    assert compiled_kernels.shared <= SHARED_LIMITS[arch]
+    assert not compiled_kernels.serialised
+    assert not COUNTS or compiled_kernels.spills <= case.spills.get(arch, 0)
 
 
 @compiles
@@ -238,10 +238,10 @@ def test_float32_products_follow_torch() -> None:
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
     try:
-        for tf32, exact, split in ((False, "ieee", "tf32x3"), (True, "tf32", "tf32")):
+        for tf32, single, split in ((False, "ieee", "tf32x3"), (True, "tf32", "tf32")):
             matmul.allow_tf32 = tf32
             assert cards.split_precision(torch.float32, 128) == split
-            assert cards.split_precision(torch.float32, 129) == exact
+            assert cards.split_precision(torch.float32, 129) == single
             assert cards.split_precision(torch.bfloat16, 64) == "ieee"
     finally:
         matmul.allow_tf32 = before

@@ -87,9 +87,9 @@ else:
             inputs = case.inputs("cpu", seed=1)
             outputs = empty_outputs(inputs, case.layout)
             common = {"scale": 1.0, "layout": case.layout, "config": Config()}
-            wishes = {"needs": (True, False, False, False, False, False), "deterministic": False}
+            options = {"needs": (True, False, False, False, False, False), "deterministic": False}
             for gate, forward, backward in ((inputs.gate, GATED_FORWARD, GATED_BACKWARD), (None, None, None)):
-                given = inputs._replace(gate=gate)
-                assert backend.plan_forward(given, **common).describe().gate == forward
-                plan = backend.plan_backward(Cotangents(outputs.o), given, outputs, **common, **wishes)
+                gated = inputs._replace(gate=gate)
+                assert backend.plan_forward(gated, **common).describe().gate == forward
+                plan = backend.plan_backward(Cotangents(outputs.o), gated, outputs, **common, **options)
                 assert plan.describe().gate == backward

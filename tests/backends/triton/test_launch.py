@@ -67,7 +67,7 @@ def test_rows_of_a_turn_stay_in_the_cache(length: int, splits: int, expected: in
 
 
 @pytest.mark.parametrize(
-    ("heads", "length", "sums", "together"),
+    ("heads", "length", "sums", "heads_at_once"),
     [
         (4, 384, torch.float32, 4),
         (4, 1024, torch.float32, 4),
@@ -77,7 +77,7 @@ def test_rows_of_a_turn_stay_in_the_cache(length: int, splits: int, expected: in
     ],
 )
 def test_heads_share_half_of_the_cache(
-    heads: int, length: int, sums: torch.dtype | None, together: int, monkeypatch: pytest.MonkeyPatch
+    heads: int, length: int, sums: torch.dtype | None, heads_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pair bias in 16 bits, and its gradient where it is added up in memory."""
     monkeypatch.setattr(cards, "cache_bytes", lambda device: 60 * 2**20)
@@ -85,8 +85,8 @@ def test_heads_share_half_of_the_cache(
     shape = (1, heads, length, length)
     bias, of_sums = (strides.contiguous(shape, dtype) for dtype in (torch.bfloat16, sums or torch.float32))
     problem, added = describe(Inputs(q, q, q)), None if sums is None else of_sums
-    found = backward_launches._heads_at_once(problem, bias, added, torch.device("cpu"))
-    assert found == together
+    output = backward_launches._heads_at_once(problem, bias, added, torch.device("cpu"))
+    assert output == heads_at_once
     for of_all in ((1, 1, length, length), (1, heads, 1, length)):  # what heads share, or is small, is no reason to part them
         small = strides.contiguous(of_all, torch.bfloat16)
         assert backward_launches._heads_at_once(problem, small, None, torch.device("cpu")) == heads
@@ -203,11 +203,11 @@ def test_a_tensor_map_is_what_its_constructor_would_make(stub: None) -> None:
     start(X, pair)
     start(X, pair)
     checked = TensorDescriptor(pair, fields["shape"], fields["strides"], fields["block_shape"])
-    for given in (jitted.launched[0][1][1], jitted.compiled.run_with[0][10]):
-        assert isinstance(given, TensorDescriptor)
-        assert given.base is pair
+    for descriptor in (jitted.launched[0][1][1], jitted.compiled.run_with[0][10]):
+        assert isinstance(descriptor, TensorDescriptor)
+        assert descriptor.base is pair
         for field in dataclasses.fields(checked):
-            assert field.name == "base" or getattr(given, field.name) == getattr(checked, field.name)
+            assert field.name == "base" or getattr(descriptor, field.name) == getattr(checked, field.name)
 
 
 @pytest.mark.parametrize(("n", "long"), [(1 << 10, False), (1 << 26, True)])

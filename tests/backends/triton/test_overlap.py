@@ -73,14 +73,18 @@ def forward(tensors: tuple[Any, ...]) -> None:
 
 
 def backward(
-    tensors: tuple[Any, ...], needs: tuple[bool, ...], deterministic: bool, given: str = "do", *, gated: bool = False
+    tensors: tuple[Any, ...], needs: tuple[bool, ...], deterministic: bool, cotangents: str = "do", *, gated: bool = False
 ) -> None:
     inputs, outputs = Inputs(*tensors[:6]), Outputs(*tensors[6:])
     if gated:
         inputs = inputs._replace(gate=torch.empty_like(outputs.o))
     of_mask, of_pair = needs[3] and inputs.mask_bias is not None, needs[4] and inputs.pair_bias is not None
     needs = (*needs[:3], of_mask, of_pair, gated)
-    values = Cotangents(outputs.o if "do" in given else None, outputs.lse if "dlse" in given else None), inputs, outputs
+    values = (
+        Cotangents(outputs.o if "do" in cotangents else None, outputs.lse if "dlse" in cotangents else None),
+        inputs,
+        outputs,
+    )
     options: dict[str, Any] = {"scale": 0.2, "layout": "bnlhd", "needs": needs, "deterministic": deterministic}
     of_inputs = zip((*inputs.qkv, inputs.gate), (*needs[:3], gated), strict=True)
     gradients = tuple(torch.empty_like(x) if need and x is not None else None for x, need in of_inputs)
@@ -97,13 +101,13 @@ class Stream(TorchDispatchMode):
         self.fresh: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
+        output = function(*args, **(kwargs or {}))
         self.events.append(function.overloadpacket.__name__)
         if self.events[-1] == "empty_strided":
-            self.fresh.add(memory(made))
+            self.fresh.add(memory(output))
         elif self.events[-1] == "copy_":
-            self.fresh.discard(memory(made))
-        return made
+            self.fresh.discard(memory(output))
+        return output
 
     @property
     def launches(self) -> list[tuple[Launch, set[int]]]:
@@ -126,7 +130,7 @@ def recorded(capability: tuple[int, int] | None) -> Iterator[Stream]:
 
     def noted(device: torch.device, *chain: Any) -> None:
         overlap(device, *chain)
-        stream.chain += [one for one, _ in chain if one is not None]
+        stream.chain += [launch for launch, _ in chain if launch is not None]
 
     with contextlib.ExitStack() as patches:
         for owner, attribute, value in (
@@ -144,18 +148,18 @@ def recorded(capability: tuple[int, int] | None) -> Iterator[Stream]:
 
 def check(stream: Stream) -> None:
     """That the plan knows the order of the launches, and that nobody loads what may not be there."""
-    assert [one for one, _ in stream.launches] == stream.chain
+    assert [launch for launch, _ in stream.launches] == stream.chain
     first, last = (stream.events.index(event) for event in (stream.launches[0], stream.launches[-1]))
     assert {event for event in stream.events[first:last] if isinstance(event, str)} <= QUIET
     complete = 0
     maker: dict[int, int] = {}
-    for place, (one, given) in enumerate(stream.launches):
-        assert one.constants.get("launch_pdl", False) == (place > 0)
-        wait = one.constants["WAIT"]
-        loaded = [maker[x] for x in given if x in maker]
-        assert wait == TO_LOAD or all(other < complete for other in loaded), one.kernel.jitted.fn.__name__
+    for place, (launch, cotangents) in enumerate(stream.launches):
+        assert launch.constants.get("launch_pdl", False) == (place > 0)
+        wait = launch.constants["WAIT"]
+        loaded = [maker[x] for x in cotangents if x in maker]
+        assert wait == TO_LOAD or all(load < complete for load in loaded), launch.kernel.jitted.fn.__name__
         complete = place if wait == TO_LOAD else complete
-        maker |= dict.fromkeys(given & stream.fresh - maker.keys(), place)
+        maker |= dict.fromkeys(cotangents & stream.fresh - maker.keys(), place)
 
 
 @pytest.mark.parametrize("length", [96, 100, 397])
@@ -165,10 +169,10 @@ def test_nothing_is_loaded_before_it_is_complete(length: int) -> None:
         with recorded(HOPPER) as stream:
             forward(call(*sizes))
         check(stream)
-        for needs, deterministic, given in itertools.product(NEEDS, (False, True), ("do", "dlse", "do dlse")):
+        for needs, deterministic, cotangents in itertools.product(NEEDS, (False, True), ("do", "dlse", "do dlse")):
             if any(needs[:3]) or sizes[4] is not None:
                 with recorded(HOPPER) as stream:
-                    backward(call(*sizes), needs, deterministic, given)
+                    backward(call(*sizes), needs, deterministic, cotangents)
                 check(stream)
 
 
@@ -176,14 +180,14 @@ def test_nothing_is_loaded_before_it_is_complete(length: int) -> None:
 def test_what_the_gate_multiplies_is_complete(length: int) -> None:
     """The kernels load the cotangent of O that the first one has multiplied."""
     for sizes in (sizes for sizes in CALLS if sizes[0] == length and sizes[1] > 1):
-        for needs, deterministic, given in itertools.product(NEEDS, (False, True), ("do", "do dlse")):
+        for needs, deterministic, cotangents in itertools.product(NEEDS, (False, True), ("do", "do dlse")):
             if any(needs[:3]) or sizes[4] is not None:
                 with recorded(HOPPER) as stream:
-                    backward(call(*sizes), needs, deterministic, given, gated=True)
+                    backward(call(*sizes), needs, deterministic, cotangents, gated=True)
                 check(stream)
     with target("sm_90") as kernels:
         backward(call(384, 384, True, False, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], False, gated=True)
-    assert {kernel.metadata.name: found for kernel in kernels if (found := faults(kernel.asm["ptx"]))} == {}
+    assert {kernel.metadata.name: lines for kernel in kernels if (lines := faults(kernel.asm["ptx"]))} == {}
     dq = next(kernel for kernel in kernels if kernel.metadata.name == "dq_kernel")
     assert constant(dq, "WAIT") == TO_LOAD
     assert loaded_early(dq, MADE | {"dO_p"}) == []
@@ -197,8 +201,8 @@ def test_what_a_kernel_waits_for() -> None:
         for run in (forward, lambda x: backward(x, NEEDS[0], False)):
             with recorded(HOPPER) as stream:
                 run(tensors)
-            for one, _ in stream.launches:
-                waits.setdefault((name, one.kernel.jitted.fn.__name__), []).append(one.constants["WAIT"])
+            for launch, _ in stream.launches:
+                waits.setdefault((name, launch.kernel.jitted.fn.__name__), []).append(launch.constants["WAIT"])
     assert waits["masked", "forward_kernel"] == [TO_LOAD, TO_STORE]
     assert waits["masked", "dq_kernel"] == [TO_LOAD, TO_LOAD]  # the second of each is for distant queries
     assert waits["masked", "dkdv_kernel"] == [TO_STORE, TO_STORE]
@@ -211,7 +215,7 @@ def test_other_cards_launch_one_after_another(capability: tuple[int, int] | None
         forward(call(397, 8, True, False, (1, 4, 0, 0), torch.bfloat16))
         backward(call(397, 8, True, False, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], True)
     assert len(stream.launches) > 8
-    assert {(one.constants["WAIT"], "launch_pdl" in one.constants) for one, _ in stream.launches} == {(0, False)}
+    assert {(launch.constants["WAIT"], "launch_pdl" in launch.constants) for launch, _ in stream.launches} == {(0, False)}
 
 
 def test_a_chain() -> None:
@@ -244,18 +248,18 @@ def faults(ptx: str) -> list[str]:
     ]
 
 
-def loaded_early(kernel: Any, made: set[str]) -> list[str]:
+def loaded_early(kernel: Any, outputs: set[str]) -> list[str]:
     """Loads before the wait that go through arguments that an earlier kernel may have written."""
     names = kernel.src.fn.arg_names
-    reached = {f"{kernel.metadata.name}_param_{i}" for i, name in enumerate(names) if name in made}
-    found = []
+    reached = {f"{kernel.metadata.name}_param_{i}" for i, name in enumerate(names) if name in outputs}
+    early = []
     for line in kernel.asm["ptx"].split("griddepcontrol.wait")[0].splitlines():
         words = re.findall(r"%\w+|\w+_param_\d+", line.split("//")[0])
         if re.search(r"\bld\.global|\.shared\.global", line):
-            found += [line for word in re.findall(r"\[\s*(%\w+)", line) if word in reached]
+            early += [line for word in re.findall(r"\[\s*(%\w+)", line) if word in reached]
         elif reached & set(words[1:]):
             reached.add(words[0])
-    return found
+    return early
 
 
 def constant(kernel: Any, name: str) -> Any:
@@ -282,15 +286,15 @@ def test_the_ptx_waits() -> None:
     kernels = compiled_for("sm_90")
     early = {kernel.metadata.name.removesuffix("_kernel") for kernel in kernels if kernel.metadata.launch_pdl}
     assert early == {"forward", "pack", "row_spans", "statistics", "dq", "dkdv", "pair_gradient", "total"}
-    assert {kernel.metadata.name: found for kernel in kernels if (found := faults(kernel.asm["ptx"]))} == {}
+    assert {kernel.metadata.name: lines for kernel in kernels if (lines := faults(kernel.asm["ptx"]))} == {}
     waiting = [kernel for kernel in kernels if kernel.src.constants[(kernel.src.fn.arg_names.index("WAIT"),)] == TO_LOAD]
     assert {kernel.metadata.name for kernel in waiting} >= {"forward_kernel", "row_spans_kernel", "dq_kernel", "dkdv_kernel"}
     assert all(f"{kernel.metadata.name}_param_" in kernel.asm["ptx"] for kernel in waiting), "what loads are traced back to"
     assert {*MADE} <= {name for kernel in kernels for name in kernel.src.fn.arg_names}, "a renamed argument is not looked for"
-    assert {kernel.metadata.name: found for kernel in waiting if (found := loaded_early(kernel, MADE))} == {}
+    assert {kernel.metadata.name: lines for kernel in waiting if (lines := loaded_early(kernel, MADE))} == {}
     going_on = [kernel for kernel in kernels if constant(kernel, "GOES_ON")]
     assert len(going_on) >= 3
-    assert [found for kernel in going_on if (found := loaded_early(kernel, {"partial"}))] == []
+    assert [lines for kernel in going_on if (lines := loaded_early(kernel, {"partial"}))] == []
 
 
 @pytest.mark.slow

@@ -38,11 +38,11 @@ LIMIT = CARDS["sm_90"][1]
 
 @pytest.mark.parametrize("card", CARDS)
 def test_every_reachable_tile_keeps_the_rule(card: str) -> None:
-    found = reachable(*CARDS[card])
-    tiles = {launched for _, new in found for launched in new}
+    pairs = reachable(*CARDS[card])
+    tiles = {launched for _, new in pairs for launched in new}
     assert {tile.kernel for tile in tiles} == set(validity.KERNELS)
     assert len(tiles) > 300
-    assert [(problem, tile) for problem, new in found for tile in new if not tile.keeps_rule(problem.capability)] == []
+    assert [(problem, tile) for problem, new in pairs for tile in new if not tile.keeps_rule(problem.capability)] == []
 
 
 TABLES = (
@@ -58,16 +58,16 @@ TABLES = (
 
 def lines(tables: tuple[Any, ...]) -> list[tuple[str, Tiles | Tiles]]:
     """Each tile of some tables, with its kernel."""
-    found: list[tuple[str, Tiles | Tiles]] = []
+    named: list[tuple[str, Tiles | Tiles]] = []
     for line in itertools.chain(*tables):
         if isinstance(line, tuple):
-            found.append(("forward", line[1]))
+            named.append(("forward", line[1]))
             continue
         for field in dataclasses.fields(line):
             tile = getattr(line, field.name)
             if isinstance(tile, Tiles):
-                found.append((field.name.split("_")[0], tile))
-    return found
+                named.append((field.name.split("_")[0], tile))
+    return named
 
 
 def test_every_line_of_the_tables_keeps_the_rule() -> None:
@@ -116,17 +116,17 @@ GIVEN = [
 def test_what_a_user_gives_stays_or_is_refused(dtype: torch.dtype, lk: int, lq: int) -> None:
     problem = dataclasses.replace(FEW_QUERIES, dtype=dtype, lq=lq, lk=lk, pair_bias=dtype, deterministic=True)
     refused = 0
-    for given in GIVEN:
-        config = Config(**given)
+    for args in GIVEN:
+        config = Config(**args)
         reasons = [reason for reason in backend.unsupported(problem, config) if "num_warps" in reason]
         refused += bool(reasons)
         backward = backward_tiles(problem, config, LIMIT)
         tiles: dict[str, Any] = {"forward": forward_tiles(problem, config, LIMIT)}
         tiles |= {kernel: getattr(backward, kernel) for kernel in ("dq", "dkdv", "pair")}
-        assert all(validity.keeps_rule(kernel, tile, dtype, (9, 0)) for kernel, tile in tiles.items()), given
-        kept = all(getattr(tile, name) == value for tile in tiles.values() for name, value in given.items())
-        assert kept != bool(reasons), (given, tiles)
-        assert all(launched.keeps_rule((9, 0)) for launched in launches(problem, LIMIT, config)), given
+        assert all(validity.keeps_rule(kernel, tile, dtype, (9, 0)) for kernel, tile in tiles.items()), args
+        kept = all(getattr(tile, name) == value for tile in tiles.values() for name, value in args.items())
+        assert kept != bool(reasons), (args, tiles)
+        assert all(launched.keeps_rule((9, 0)) for launched in launches(problem, LIMIT, config)), args
     assert refused
 
 
@@ -139,8 +139,8 @@ def test_what_is_refused_says_what_fits() -> None:
 
 
 def test_a_find_for_another_length_is_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Config(block_q=64, block_k=16, num_warps=8, num_stages=2)
-    monkeypatch.setattr(tuned_tiles, "tuned", lambda *_: found)
+    config = Config(block_q=64, block_k=16, num_warps=8, num_stages=2)
+    monkeypatch.setattr(tuned_tiles, "tuned", lambda *_: config)
     backward = backward_tiles(FEW_QUERIES, Config(), LIMIT)
     assert [tile.num_warps for tile in (backward.dq, backward.dkdv, backward.pair)] == [4, 8, 4]
     assert forward_tiles(FEW_QUERIES, Config(), LIMIT).num_warps == 4
@@ -180,19 +180,19 @@ SAMPLE = 12
 
 def sample(card: str) -> list[Problem]:
     """Small problems whose tiles are not at full size, spread over all of them."""
-    found = [p for p, new in reachable(*CARDS[card]) if p.n * p.h <= 16 and any(map(shrunk, new))]
-    return found[:: max(1, len(found) // SAMPLE)]
+    problems = [p for p, new in reachable(*CARDS[card]) if p.n * p.h <= 16 and any(map(shrunk, new))]
+    return problems[:: max(1, len(problems) // SAMPLE)]
 
 
 def faults(problem: Problem, arch: str) -> list[str]:
     """What is wrong with the kernels of a problem."""
-    found = []
+    messages = []
     for kernel in compiled(problem, arch):
         name = f"{kernel.metadata.name} with {kernel.metadata.num_warps} warps"
         if kernel.metadata.shared > SHARED_LIMITS[arch]:
-            found.append(f"{name}: {kernel.metadata.shared} bytes of shared memory")
-        found += [f"{name}: {wrong}" for wrong in wrong_descriptors(kernel)]
-    return found
+            messages.append(f"{name}: {kernel.metadata.shared} bytes of shared memory")
+        messages += [f"{name}: {wrong}" for wrong in wrong_descriptors(kernel)]
+    return messages
 
 
 @pytest.mark.slow

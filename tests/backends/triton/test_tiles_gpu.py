@@ -31,11 +31,11 @@ def problems() -> list[Problem]:
     from tests.helpers.reachable import reachable
 
     device = torch.device("cuda", torch.cuda.current_device())
-    found = []
+    chosen = []
     for problem, _ in reachable(cards.capability(device), cards.shared_memory_limit(device)):
         full = dataclasses.replace(problem, lq=power_of_two(problem.lq), lk=power_of_two(problem.lk))
-        found += [problem, full] if full.scores <= MOST_SCORES else [problem]
-    return list(dict.fromkeys(found))
+        chosen += [problem, full] if full.scores <= MOST_SCORES else [problem]
+    return list(dict.fromkeys(chosen))
 
 
 def name(problem: Problem) -> str:
@@ -68,6 +68,6 @@ def test_reachable_tile(problem: Problem) -> None:
         return
     # With one key the gradients of scores are zero, and only what rounding takes says how large an error may be.
     assert excess(inputs, results, testing.oracle(inputs)) == []
-    for given, source in inputs.differentiable.items():
-        gradient = results.values[f"d{given}"]
-        assert (gradient.shape, gradient.dtype) == (source.shape, source.dtype), given
+    for leaf, source in inputs.differentiable.items():
+        gradient = results.values[f"d{leaf}"]
+        assert (gradient.shape, gradient.dtype) == (source.shape, source.dtype), leaf

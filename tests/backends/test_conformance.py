@@ -18,14 +18,14 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("case", testing.AWKWARD, ids=lambda case: case.name)
-def test_awkward_case(case: testing.Case, dtype: torch.dtype, backend: str) -> None:
+def test_awkward_case_agrees_with_float64(case: testing.Case, dtype: torch.dtype, backend: str) -> None:
     inputs = dataclasses.replace(case, dtype=dtype).make(seed=1)
     testing.check(testing.run(inputs, backend), inputs)
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
-def test_workload(workload, backend: str) -> None:
+def test_shrunk_workload_agrees_with_float64(workload, backend: str) -> None:
     inputs = testing.from_workload(workload.shrunk(), torch.bfloat16).make(seed=2)
     testing.check(testing.run(inputs, backend), inputs)
 
@@ -41,13 +41,13 @@ TILED_CASES = [case for case in testing.AWKWARD if case.lq <= 50 and case.d <= 3
 
 @pytest.mark.parametrize("config", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("case", TILED_CASES, ids=lambda case: case.name)
-def test_any_tile_size(case: testing.Case, config: Config) -> None:
+def test_any_tile_size_agrees_with_float64(case: testing.Case, config: Config) -> None:
     """First, middle and last rescale, whole and cut tiles along every axis."""
     inputs = case.make(seed=3)
     testing.check(testing.run(inputs, "tiled", config=config), inputs)
 
 
-def test_cases_can_fail() -> None:
+def test_an_error_of_one_in_a_thousand_fails_the_check() -> None:
     """The budget is tight: an error of one part in a thousand in one gradient is caught in float32."""
     inputs = next(case for case in testing.AWKWARD if case.name == "no_bias").make(seed=4)
     results = testing.run(inputs, "tiled")

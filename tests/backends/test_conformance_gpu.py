@@ -34,7 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("case", testing.AWKWARD, ids=lambda case: case.name)
-def test_awkward_case(case: testing.Case, dtype: torch.dtype, backend: str) -> None:
+def test_awkward_case_agrees_with_float64(case: testing.Case, dtype: torch.dtype, backend: str) -> None:
     if backend == "triton" and dtype == torch.float64:
         pytest.skip("Triton takes no float64; auto takes the tiled backend")
     inputs = dataclasses.replace(case, dtype=dtype).make(seed=1, device="cuda")
@@ -44,7 +44,7 @@ def test_awkward_case(case: testing.Case, dtype: torch.dtype, backend: str) -> N
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
-def test_workload(workload, dtype: torch.dtype) -> None:
+def test_workload_agrees_with_float64(workload, dtype: torch.dtype) -> None:
     """Every workload with its own heads, channels and lengths, and as many rows as float64 has room for."""
     rows = max(1, min(workload.n, 200_000_000 // (workload.h * workload.lq * workload.lk)))
     case = testing.from_workload(dataclasses.replace(workload, b=min(workload.b, 2), n=rows), dtype)
@@ -117,7 +117,7 @@ def test_a_plain_step_takes_the_short_way(operators: Operators, dtype: torch.dty
         assert all(torch.equal(x, y) for x, y in zip(results[0], later, strict=True))
 
 
-def test_a_side_stream() -> None:
+def test_a_call_on_a_side_stream_gives_the_same_bits() -> None:
     inputs = example()
     expected = testing.run(inputs, "triton", deterministic=True)
     torch.cuda.synchronize()

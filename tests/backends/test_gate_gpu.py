@@ -75,7 +75,7 @@ TRITONS = (
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CALLS, ids=lambda case: case.name)
-def test_gate(case: Gated, backend: Any) -> None:
+def test_gated_output_and_gradients_agree_with_float64(case: Gated, backend: Any) -> None:
     """O and all gradients that are wanted."""
     assert case.wrong(backend, "cuda") == []
 

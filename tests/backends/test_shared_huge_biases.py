@@ -45,7 +45,7 @@ def step(
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
 @pytest.mark.parametrize("make", [by_halves, minus_inf, both_huge])
 @pytest.mark.parametrize("config", [None, Config(block_q=3, block_k=3)], ids=["whole", "blocks"])
-def test_scores_survive(backend: str, make: Any, config: Config | None) -> None:
+def test_scores_survive_a_huge_bias_that_all_keys_share(backend: str, make: Any, config: Config | None) -> None:
     if backend == "reference" and config:
         pytest.skip("the reference has no blocks")
     torch.manual_seed(0)

@@ -44,7 +44,7 @@ def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "SIDE", {"cpu": 64})
 
 
-def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_command_writes_record_csv_page_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {kind: tmp_path / f"a.{kind}" for kind in ("json", "csv", "html", "png")}
     options = [text for kind, path in files.items() for text in (f"--{kind}", str(path))]
     assert cli.main([*SMALL, *options, "--commit", "abc123", "--note", "with a cold cache"]) == 0
@@ -77,7 +77,7 @@ def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "a.html", "a.json", "a.png"]
 
 
-def test_from_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_from_a_record_prints_and_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records.write(a_record(evoattn=[1.0], dense=[2.0]), tmp_path / "a.json")
     assert cli.main(["bench", "--from", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]) == 0
     assert "a machine, torch 2" in capsys.readouterr().out
@@ -140,7 +140,9 @@ def test_a_budget_too_small(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     assert "left out: the budget of 1e-06 s was over" in printed.out
 
 
-def test_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_completes_a_record_that_was_cut_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.json"
     with monkeypatch.context() as short:
         short.setattr(bench, "Plan", lambda **options: Plan(**{**options, "budget_s": 1e-6}))

@@ -30,7 +30,7 @@ def test_the_clock_tells_the_device_and_the_host_apart() -> None:
     assert host is not None and host < single / 5
 
 
-def test_ceilings() -> None:
+def test_ceilings_of_a_gpu_are_plausible() -> None:
     device = torch.device("cuda")
     precision = torch.get_float32_matmul_precision()
     measured = ceilings.measure(device, CudaClock(device), ("bfloat16", "float32"))
@@ -54,7 +54,7 @@ def test_garbage_of_before_is_not_taken_off_the_peak() -> None:
     assert peak_bytes(call, device) >= 4 << 18
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_bench_command_on_a_gpu_measures_all_passes(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     arguments = ["bench", "--workloads", "tri128", "single256", "--dtypes", "bfloat16,float16,float32", "--rounds", "2"]
     peers = ["--peers", "flex", "dense", "sdpa", "flash_unbiased"]
@@ -79,7 +79,9 @@ def test_layers_have_times_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert set(result.host_us) == {"forward", "both"} and result.peak_bytes
 
 
-def test_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_command_on_a_gpu_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path))
     tuned_tiles.forget()
     assert cli.main(["tune", "--workloads", "tri128", "--budget", "20"]) == 0

@@ -76,14 +76,16 @@ def test_another_machine_is_named() -> None:
 
 
 @pytest.mark.parametrize(("after", "status", "said"), [(SLOWER, 1, "REGRESSION: 1 of"), (STEADY, 0, "no regression above 5%")])
-def test_exit_status(after: list[float], status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_exits_with_1_after_a_regression(
+    after: list[float], status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     records.write(a_record(evoattn=STEADY), tmp_path / "a.json")
     records.write(a_record(evoattn=after), tmp_path / "b.json")
     assert cli.main(["bench", "--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == status
     assert said in capsys.readouterr().out
 
 
-def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_refuses_records_without_a_common_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records.write(a_record(evoattn=STEADY), tmp_path / "a.json")
     other = a_record(evoattn=STEADY)
     other.problems[0].dtype = "float16"

@@ -32,7 +32,7 @@ def test_problems_come_with_the_most_telling_first() -> None:
     assert order.index(("tri1", "float16")) < order.index(("tri3", "bfloat16"))
 
 
-def test_choosing_workloads() -> None:
+def test_workloads_are_selected_by_name_and_length() -> None:
     default = default_plan("cpu", quick=False)
     assert select_workloads(None, None, default.workloads) == default.workloads
     assert [w.name for w in select_workloads(None, [100, 397], default.workloads)] == ["tri100", "tri397"]

@@ -30,7 +30,7 @@ def full_record() -> Record:
     return record
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_a_written_record_reads_back_equal(tmp_path: Path) -> None:
     record = full_record()
     path = tmp_path / "a.json"
     records.write(record, path)
@@ -144,7 +144,7 @@ def test_committed_results_of_several_gpus_are_records(path: Path) -> None:
             assert result.is_evoattn and (result.times or result.errors or result.reason == "does not fit")
 
 
-def test_timing() -> None:
+def test_a_timing_has_median_spread_and_range() -> None:
     timing = Timing.of([3.0, 1.0, 2.0])
     assert (timing.median_ms, timing.spread_ms, timing.range_ms) == (2.0, 2.0, (1.0, 3.0))
     assert Timing.of([1.0, 2.0, 3.0, 4.0, 100.0]).range_ms == (2.0, 4.0), "an outlier does not widen what is expected"
@@ -177,7 +177,7 @@ def test_a_problem_that_nobody_was_measured_on_is_one_line() -> None:
     assert table.as_text(record).splitlines()[-1] == "left out: the budget of 3 s was over"
 
 
-def test_csv() -> None:
+def test_csv_has_a_row_for_each_timing() -> None:
     rows = list(csv.DictReader(io.StringIO(table.as_csv(full_record()))))
     assert len(rows) == 2 + len(WORKLOADS)
     first = rows[0]

@@ -140,7 +140,7 @@ def test_it_shows_the_record(page: browser.Page) -> None:
     assert page.ask("document.querySelector('#ceilings td').textContent") == f"{100 * expected:.2g}%"
 
 
-def test_sorting(page: browser.Page) -> None:
+def test_clicks_on_a_heading_sort_the_table(page: browser.Page) -> None:
     head = "document.querySelectorAll('#times thead th')[1]"
     page.ask(f"{head}.querySelector('button').click()")
     assert page.ask(f"{head}.getAttribute('aria-sort')") == "ascending"
@@ -154,7 +154,7 @@ def test_sorting(page: browser.Page) -> None:
     assert page.ask(flex_errors) == "TriFast", "in either order"
 
 
-def test_switching(page: browser.Page) -> None:
+def test_choices_on_the_page_change_what_it_shows(page: browser.Page) -> None:
     choose(page, "#workload", "msa_row")
     assert "MSA row attention" in page.ask("document.getElementById('one-note').textContent")
     assert page.ask("document.querySelector('#detail tr.ours').lastChild.textContent") == "backend hopper, backward triton"

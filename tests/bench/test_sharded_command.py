@@ -123,7 +123,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *parts: dict[str, str] | Problem, e
     monkeypatch.setattr(sharded, "run", run)
 
 
-def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_table_shows_times_memory_and_scaling(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretend(monkeypatch, MACHINE, ERRORS, TIMES, times(2048, "training"))
     assert cli.main(TWO) == 0
     lines = [re.sub(" +", " ", line) for line in capsys.readouterr().out.splitlines()]

@@ -103,7 +103,7 @@ def test_an_older_find_does_not_start_the_search(monkeypatch: pytest.MonkeyPatch
     assert again.before_ms == first.before_ms, "the built-in choice is what a gain is measured from"
 
 
-def test_neighbours() -> None:
+def test_neighbours_differ_by_one_step_of_one_setting() -> None:
     steps = list(search.neighbours(Config(block_q=16, block_k=128, num_warps=4, num_stages=1)))
     assert Config(block_q=32, block_k=128, num_warps=4, num_stages=1) in steps
     assert Config(block_q=16, block_k=128, num_warps=4, num_stages=2) in steps
@@ -114,7 +114,9 @@ def test_neighbours() -> None:
     assert plan == [Config(score_bytes=1 << 23), Config(score_bytes=1 << 21)]
 
 
-def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_command_prints_and_keeps_the_best_config(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = ClockOfTiles(monkeypatch, lambda budget: 1 + budget / (1 << 20))
     monkeypatch.setattr(tune, "clock_for", lambda device: clock)
     monkeypatch.setattr(tuned_tiles, "_device", lambda on_cpu: "cpu Some Processor")
@@ -175,7 +177,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
-def test_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_command_refuses_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "--device", "cpu", *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -221,7 +223,7 @@ def test_showing_does_not_clear(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--clear: not allowed with argument --show" in capsys.readouterr().err
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_help_names_options_and_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "--help"]) == 0
     text = capsys.readouterr().out
     for piece in ("--show", "--clear", "EVOATTN_CACHE_DIR", "examples:", "exit status"):

@@ -17,7 +17,7 @@ def write(folder: Path, content: str | bytes, name: str = "family.a3m") -> Path:
     return path
 
 
-def test_a3m(tmp_path: Path) -> None:
+def test_a3m_is_read_without_insertions(tmp_path: Path) -> None:
     alignment = read_alignment(write(tmp_path, A3M))
     assert alignment.name == "family.a3m"
     assert alignment.query == "query"
@@ -39,7 +39,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize(("content", "rows"), GOOD.values(), ids=GOOD)
-def test_good(content: str | bytes, rows: tuple[str, ...], tmp_path: Path) -> None:
+def test_valid_alignment_is_read(content: str | bytes, rows: tuple[str, ...], tmp_path: Path) -> None:
     assert read_alignment(write(tmp_path, content)).rows == rows
 
 
@@ -83,7 +83,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("content", "message"), BAD.values(), ids=BAD)
-def test_refused(content: str | bytes, message: str, tmp_path: Path) -> None:
+def test_invalid_alignment_is_refused_with_its_path(content: str | bytes, message: str, tmp_path: Path) -> None:
     path = write(tmp_path, content)
     with pytest.raises(RefusedError, match=message) as refused:
         read_alignment(path)
@@ -118,7 +118,7 @@ def test_names_cannot_write_to_the_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in str(refused.value)
 
 
-def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alignment_larger_than_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evoattn.cli.alignment._MOST_BYTES", 20)
     with pytest.raises(RefusedError, match="is larger than"):
         read_alignment(write(tmp_path, A3M))

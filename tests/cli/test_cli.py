@@ -24,7 +24,9 @@ from .conftest import evoattn_run
         (["doctor", "--help"], ("--json", "examples:", "exit status")),
     ],
 )
-def test_help(arguments: list[str], expected: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_commands_and_options(
+    arguments: list[str], expected: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(arguments) == 0
     text = capsys.readouterr().out
     for piece in expected:
@@ -47,13 +49,13 @@ def test_letters_that_the_output_does_not_have(tmp_path: Path) -> None:
     assert re.search(rb"^evoattn +2\.000 \?50%", (tmp_path / "out").read_bytes(), re.MULTILINE)
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"evoattn {evoattn.__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["doctor", "--nonsense"]])
-def test_bad_command_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_command_line_exits_with_2_and_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

@@ -49,7 +49,7 @@ def table_rows(text: str, name: str) -> dict[str, list[float]]:
     return {by: [float(number) for number in numbers.split()] for by, numbers in rows}
 
 
-def test_demo(family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_prints_a_table_and_saves_a_picture(family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "picture.png"
     arguments = ["demo", str(family), "--quick", "--max-length", "40", "--device", "cpu", "--output", str(picture)]
     assert cli.main(arguments) == 0
@@ -167,7 +167,9 @@ def test_demo_without_the_extra(family: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == expected
 
 
-def test_interrupt(family: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_demo_exits_with_130(
+    family: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 

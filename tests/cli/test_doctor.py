@@ -17,7 +17,7 @@ from evoattn.core.config import Config
 from evoattn.core.problem import Problem
 
 
-def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_lists_backends_and_holds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "SECONDS", 600.0)  # a busy machine may take longer than a person wants to wait
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
@@ -29,7 +29,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert text.endswith("the self-check held\n")
 
 
-def test_doctor_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_json_reports_checks_and_devices(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "SECONDS", 600.0)
     monkeypatch.setattr(doctor, "CASES", doctor.CASES[:2])
     assert cli.main(["doctor", "--json"]) == 0

@@ -105,7 +105,7 @@ class Atoms(nn.Module):
 
 
 @torch.no_grad()
-def test_from_tokens() -> None:
+def test_from_tokens_repeats_each_token_for_its_atoms() -> None:
     counts = torch.stack([COUNTS, COUNTS.clone()])[:, None]
     counts[1, 0, -1] = 1  # one atom less, which is padding
     token_mask = torch.ones(2, 1, TOKENS)

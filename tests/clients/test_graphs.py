@@ -101,7 +101,7 @@ def test_gradients_are_those_of_the_original(watched: Watched) -> None:
     assert watched.replayed == 3 + 2, "nothing requires a gradient"
 
 
-def test_hooks_run(watched: Watched) -> None:
+def test_hooks_run_and_pass_the_call_on(watched: Watched) -> None:
     watched.agrees()
     heard: list[int] = []
     hook = watched.module.first.register_forward_hook(lambda *_: heard.append(1))

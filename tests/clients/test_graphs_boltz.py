@@ -100,7 +100,7 @@ SMALL = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 2])
-def test_boltz(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_boltz_have_the_same_bits_with_graphs(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("boltz.model.modules.diffusionv2", reason="Boltz is not installed", exc_type=ImportError)
     monkeypatch.setattr(graphs, "Recorder", Traced)
     name = "boltz.model.modules.diffusion" + ("v2" if version == 2 else "")

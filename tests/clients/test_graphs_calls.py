@@ -198,7 +198,7 @@ def test_recordings_are_dropped_after_the_loop(watched: Watched, fails: bool) ->
     assert watched.count.passed_on["it cannot be recorded: RuntimeError: no more"] == 8 - 1, "not tried again"
 
 
-def test_threads(watched: Watched) -> None:
+def test_calls_from_two_threads_give_the_same_bits(watched: Watched) -> None:
     failures: list[Any] = []
 
     def work(seed: int) -> None:

@@ -97,7 +97,7 @@ def test_one_autocast_around_all_calls() -> None:
     assert watched.count.replaced >= 7
 
 
-def test_inference_mode() -> None:
+def test_replays_in_inference_mode_give_the_same_bits() -> None:
     watched, z = Watched(), draw(1, 2, 48, 48)
     with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
         for seed in range(8):
@@ -142,7 +142,7 @@ def test_two_lengths_in_turn() -> None:
     assert watched.count.replaced == 16 - 6
 
 
-def test_changed_weights() -> None:
+def test_replays_see_changed_weights() -> None:
     watched = Watched()
     for change in (
         lambda weight: weight.mul_(2),

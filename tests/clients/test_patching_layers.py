@@ -22,7 +22,7 @@ def run_fused(triangle: Any) -> Tensor:
     return layer(Z)  # type: ignore[no-any-return]
 
 
-def test_whole_layers(triangle: Any) -> None:
+def test_a_patched_layer_is_replaced_whole_and_shares_parameters(triangle: Any) -> None:
     expected, site = run_fused(triangle), "toy_client.triangle:Triangle.forward"
     with evoattn.patch("toy") as patched:
         assert patched.sites[-1] == site

@@ -192,7 +192,7 @@ def test_a_fork_counts_for_itself(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-def test_esmfold(tmp_path: pathlib.Path) -> None:
+def test_run_counts_calls_of_esmfold(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "program.py").write_text(
         textwrap.dedent("""

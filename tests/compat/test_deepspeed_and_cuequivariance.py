@@ -130,7 +130,7 @@ def cue_dense(
 @pytest.mark.parametrize("scale", [None, 0.2])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cuequivariance_definition(dtype: torch.dtype, masked: bool, scale: float | None) -> None:
+def test_cuequivariance_drop_in_agrees_with_its_definition(dtype: torch.dtype, masked: bool, scale: float | None) -> None:
     q, k, v, _ = (x.requires_grad_() for x in cue_inputs(dtype=dtype))
     bias = cue_inputs(1)[3].requires_grad_()  # float32 beside bfloat16, as their users pass it
     mask = torch.rand(2, 3, 1, 1, 9) > 0.3
@@ -277,7 +277,7 @@ def test_cuequivariance_statistics_under_autocast() -> None:
 
 
 @pytest.mark.parametrize(("lq", "lk"), [(0, 5), (5, 0), (1, 1)])
-def test_cuequivariance_tiny(lq: int, lk: int) -> None:
+def test_cuequivariance_drop_in_of_few_queries_has_no_nan(lq: int, lk: int) -> None:
     q, k, v, bias = cue_inputs(lq=lq, lk=lk)
     o, lse, largest = triangle_attention(q, k, v, bias, torch.ones(2, 3, 1, 1, lk, dtype=torch.bool), return_aux=True)
     assert o.shape == q.shape and lse.shape == largest.shape == q.shape[:-1] and not o.isnan().any()

@@ -237,7 +237,7 @@ def test_saving_adds_and_is_whole_or_nothing(folder: Path, monkeypatch: pytest.M
     assert [file.name for file in folder.iterdir()] == [path.name]
 
 
-def test_clear(folder: Path) -> None:
+def test_clear_removes_the_table_of_the_user(folder: Path) -> None:
     path = save(ON_CPU, "tiled", "both", score_bytes=1 << 20)
     assert tuned_tiles.clear(on_cpu=True) == path
     assert tuned_tiles.tuned("tiled", "both", ON_CPU) is None

@@ -276,7 +276,7 @@ def test_deterministic_follows_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_explain() -> None:
+def test_explain_shows_problem_backend_and_config() -> None:
     inputs = make(dtype=torch.bfloat16)
     inputs.q.requires_grad_()
     told = evoattn.explain(inputs.q, inputs.k, inputs.v, mask_bias=inputs.mask_bias, pair_bias=inputs.pair_bias)
@@ -335,7 +335,7 @@ def test_explain_inside_vmap() -> None:
     assert (told[0].backend, told[0].problem.n, told[0].copies) == ("tiled", 2, [])
 
 
-def test_backends() -> None:
+def test_backends_are_available_or_have_a_reason() -> None:
     status = {backend.name: backend for backend in evoattn.backends()}
     assert status["tiled"].available and status["reference"].available
     assert all(backend.available != bool(backend.reason) for backend in status.values())

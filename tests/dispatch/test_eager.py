@@ -51,7 +51,7 @@ def step(arguments: list[Tensor], **options: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("case", testing.AWKWARD, ids=lambda case: case.name)
-def test_awkward_case(case: testing.Case, planner: Planner) -> None:
+def test_eager_call_of_awkward_case_agrees_with_float64(case: testing.Case, planner: Planner) -> None:
     """Both ways give what the oracle gives, twice: when the call is worked out, and when it is known."""
     inputs = case.make(seed=1)
     for _ in range(2):
@@ -295,7 +295,7 @@ def test_forward_mode_is_refused(planner: Planner) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(planner: Planner, reentrant: bool) -> None:
+def test_checkpointed_call_has_the_same_gradients(planner: Planner, reentrant: bool) -> None:
     arguments = leaves()
     expected = step(arguments)[1:]
     output = checkpoint(attend, *arguments, use_reentrant=reentrant)

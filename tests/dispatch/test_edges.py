@@ -172,7 +172,7 @@ def test_a_mask_of_rows_with_unit_axes_is_read_as_documented() -> None:
     torch.testing.assert_close(evoformer_attention(q, k, v, mask=mask), expected)
 
 
-def test_inside_vmap() -> None:
+def test_calls_inside_vmap_equal_calls_outside() -> None:
     q, k, v = qkv(1, 3)
 
     def call(x: Tensor) -> Tensor:

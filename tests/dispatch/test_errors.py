@@ -117,7 +117,7 @@ class NoWork(TorchDispatchMode):
 
 @pytest.mark.parametrize("call", [evoattn.evoformer_attention, evoattn.explain])
 @pytest.mark.parametrize(("changes", "error", "message"), BAD, ids=[message[:60] for _, _, message in BAD])
-def test_bad_input(changes: dict, error: type[Exception], message: str, call) -> None:
+def test_bad_input_raises_before_any_work(changes: dict, error: type[Exception], message: str, call) -> None:
     arguments = {"q": Q, "k": K, "v": K, **changes}
     with NoWork(), pytest.raises(error, match=message):
         call(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)

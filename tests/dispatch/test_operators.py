@@ -285,7 +285,7 @@ def test_vmap_of_backward_gives_each_sample_its_gradients(in_dims: tuple[int | N
 
 
 @pytest.mark.parametrize("gate", [False, True])
-def test_batched_cotangents(gate: bool) -> None:
+def test_batched_cotangents_equal_a_loop(gate: bool) -> None:
     arguments = leaves(8, gate=gate)
     output = attend(*arguments)
     cotangents = torch.randn(3, *output.shape)

@@ -78,7 +78,7 @@ def same(actual: list[Tensor], expected: list[Tensor], device: str) -> bool:
     )
 
 
-def test_in_turns(run: Callable[[str, int], list[Tensor]]) -> None:
+def test_calls_on_two_gpus_in_turns_give_the_same_bits(run: Callable[[str, int], list[Tensor]]) -> None:
     """The current device stays as it was."""
     expected = [[x.cpu() for x in run("cuda:0", seed)] for seed in range(3)]
     for seed in (0, 1, 2, 0):
@@ -87,7 +87,7 @@ def test_in_turns(run: Callable[[str, int], list[Tensor]]) -> None:
             assert torch.cuda.current_device() == 0
 
 
-def test_in_threads(run: Callable[[str, int], list[Tensor]]) -> None:
+def test_calls_on_two_gpus_in_threads_give_the_same_bits(run: Callable[[str, int], list[Tensor]]) -> None:
     expected = [[x.cpu() for x in run("cuda:0", seed)] for seed in range(4)]
     work = [(device, seed) for _ in range(3) for seed in range(4) for device in DEVICES]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:

@@ -25,7 +25,7 @@ GATED = [(*case, "sm_90", True) for case in CASES if case[2] <= MOST_GATED_CHANN
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "d", "c", "arch", "gated"), UNGATED + GATED, ids=str)
-def test_fits(dtype: torch.dtype, d: int, c: int, arch: str, gated: bool) -> None:
+def test_kernels_fit_the_card_without_spills(dtype: torch.dtype, d: int, c: int, arch: str, gated: bool) -> None:
     q, dq = (torch.empty(1, 384, 4, 384, d, dtype=dtype, device="meta") for _ in range(2))
     v, dv = (torch.empty(1, 384, 4, 384, c, dtype=dtype, device="meta") for _ in range(2))
     keys = torch.empty(1, 384, 1, 1, 384, device="meta")

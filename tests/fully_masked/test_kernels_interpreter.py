@@ -124,7 +124,7 @@ else:
             ),
         ],
     )
-    def test_as_in_torch(calls: list[int], kind: str, pair: tuple[int, ...] | None) -> None:
+    def test_kernels_agree_with_torch(calls: list[int], kind: str, pair: tuple[int, ...] | None) -> None:
         q, k, v, biases = make(kind, pair=pair)
         o, *_ = compare(calls, attention, q, k, v, biases)
         if kind in ("all", "infinite"):
@@ -135,7 +135,7 @@ else:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("mask", [None, torch.float32], ids=str)
     @pytest.mark.slow
-    def test_16_bits(calls: list[int], dtype: torch.dtype, mask: torch.dtype | None) -> None:
+    def test_kernels_agree_with_torch_in_16_bits(calls: list[int], dtype: torch.dtype, mask: torch.dtype | None) -> None:
         q, k, v, (bias, pair) = make(dtype=torch.float32)
         q, k, v, pair = (x.detach().to(dtype).requires_grad_() for x in (q, k, v, pair))
         bias = bias.clamp(min=torch.finfo(dtype).min).to(mask or dtype)
@@ -143,7 +143,7 @@ else:
 
     @pytest.mark.parametrize(("lq", "lk", "d", "c"), [(70, 66, 8, 6), (66, 3, 72, 20), (9, 40, 20, 140)])
     @pytest.mark.slow
-    def test_several_tiles(calls: list[int], lq: int, lk: int, d: int, c: int) -> None:
+    def test_kernels_agree_with_torch_over_several_tiles(calls: list[int], lq: int, lk: int, d: int, c: int) -> None:
         compare(calls, attention, *make("deeper", (1, 2), lq, lk, d, c, pair=(1, 1)))
 
     @pytest.mark.slow
@@ -159,7 +159,9 @@ else:
         ids=str,
     )
     @pytest.mark.slow
-    def test_leading_axes(calls: list[int], lead: tuple[int, ...], pair: tuple[int, ...]) -> None:
+    def test_kernels_agree_with_torch_for_any_leading_axes(
+        calls: list[int], lead: tuple[int, ...], pair: tuple[int, ...]
+    ) -> None:
         compare(calls, attention, *make(lead=lead, pair=pair))
 
     @pytest.mark.slow
@@ -278,7 +280,7 @@ else:
             again[0].sum().backward()
 
     @pytest.mark.slow
-    def test_checkpointed(calls: list[int]) -> None:
+    def test_kernels_agree_with_torch_under_checkpoint(calls: list[int]) -> None:
         q, k, v, biases = make()
 
         def recomputed(*args: object) -> Tensor:

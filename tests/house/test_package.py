@@ -89,7 +89,7 @@ def test_the_sdist_has_what_the_tests_need(built: Path) -> None:
     assert {"dev.py", "pyproject.toml", "README.md", "tools/constraints.txt", *files} <= names
 
 
-def test_doctor(installed: Path, tmp_path: Path) -> None:
+def test_installed_doctor_lists_the_tiled_backend(installed: Path, tmp_path: Path) -> None:
     said = run(installed / "evoattn", "doctor", folder=tmp_path)
     assert "tiled" in said
 

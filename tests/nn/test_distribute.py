@@ -264,7 +264,7 @@ def test_blocks_of_a_stack_pass_on_parts(measured: list[Any]) -> None:
     assert measured[0]["gathers"] == {"between": 0, "last": 2, "alone": 2}
 
 
-def test_what_is_refused(measured: list[Any]) -> None:
+def test_distribute_refuses_unknown_and_distributed_blocks(measured: list[Any]) -> None:
     assert measured[0]["refused"] == {
         "twice": "blocks.0 is distributed already: call distribute once for a model",
         "copied": "a distributed block cannot be copied: copy the model before evoattn.nn.distribute",

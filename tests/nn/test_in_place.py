@@ -24,7 +24,7 @@ def layer(request: pytest.FixtureRequest) -> nn.Module:
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-def test_in_place(layer: nn.Module, hooked: bool) -> None:
+def test_in_place_overwrites_z_with_the_result(layer: nn.Module, hooked: bool) -> None:
     z, mask = torch.randn(1, 7, 7, 8), torch.rand(1, 7, 7) > 0.2
     with torch.no_grad():
         right = layer(z, mask)
@@ -45,7 +45,7 @@ def test_z_keeps_its_numbers_otherwise(layer: nn.Module) -> None:
     assert torch.equal(z, before)
 
 
-def test_what_is_refused(layer: nn.Module) -> None:
+def test_in_place_is_refused_where_z_cannot_hold_the_result(layer: nn.Module) -> None:
     z = torch.randn(1, 7, 7, 8)
     with pytest.raises(ValueError, match=r"in_place=True overwrites z, which a gradient needs"):
         layer(z, in_place=True)

@@ -162,7 +162,7 @@ def worst(actual: list[Tensor], expected: list[Tensor]) -> float:
 
 @EACH
 @pytest.mark.parametrize("empty", [False, True])
-def test_float64(case: Dense, empty: bool) -> None:
+def test_layer_in_float64_agrees_with_dense_torch(case: Dense, empty: bool) -> None:
     """As dense torch; -1e9 takes 7 digits of the scores of rows without a key, there."""
     layer = case.layer()
     inputs, mask = case.arguments(empty=empty)
@@ -172,7 +172,7 @@ def test_float64(case: Dense, empty: bool) -> None:
 
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_narrower_dtypes(case: Dense, dtype: torch.dtype) -> None:
+def test_layer_in_narrower_dtypes_agrees_with_float64(case: Dense, dtype: torch.dtype) -> None:
     """No worse than three times what dense torch of the dtype loses; rows without a key have the mean of v."""
     layer = case.layer(dtype)
     inputs, mask = case.arguments(dtype)
@@ -186,7 +186,7 @@ def test_narrower_dtypes(case: Dense, dtype: torch.dtype) -> None:
 
 @EACH
 @pytest.mark.parametrize("mask_dtype", [torch.float32, torch.bool])
-def test_autocast(case: Dense, mask_dtype: torch.dtype) -> None:
+def test_layer_under_autocast_agrees_with_float64(case: Dense, mask_dtype: torch.dtype) -> None:
     """float32 parameters and inputs, bfloat16 products: the output is bfloat16, gradients are float32."""
     layer = case.layer(torch.float32)
     inputs, mask = case.arguments(torch.float32)

@@ -32,7 +32,7 @@ def there(case: Dense, dtype: torch.dtype) -> tuple[nn.Module, list[Tensor], Ten
 
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_every_dtype(case: Dense, dtype: torch.dtype) -> None:
+def test_layer_in_every_dtype_agrees_with_float64(case: Dense, dtype: torch.dtype) -> None:
     """No worse than three times what dense torch of the dtype loses, and the compiled layer no worse either."""
     layer, inputs, mask = there(case, dtype)
     swallowed = dtype != torch.float64
@@ -44,7 +44,7 @@ def test_every_dtype(case: Dense, dtype: torch.dtype) -> None:
 
 
 @EACH
-def test_autocast(case: Dense) -> None:
+def test_layer_under_autocast_agrees_with_float64(case: Dense) -> None:
     layer, inputs, mask = there(case, torch.float32)
 
     def under(call: Callable[..., Tensor]) -> Callable[..., Tensor]:

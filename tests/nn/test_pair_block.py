@@ -76,7 +76,7 @@ def test_names_are_openfold3s() -> None:
     assert {"pair_stack.pair_transition.swiglu.linear_a", "single_transition.linear_out"} <= names
 
 
-def test_in_place() -> None:
+def test_in_place_block_overwrites_z() -> None:
     module, (s, z, mask, pairs) = pairformer().eval(), inputs()
     z = z.detach()
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_a_layer_may_be_exchanged_and_hooked() -> None:
     torch.testing.assert_close(actual, module.pair_transition(module.tri_att_end(half, mask)))
 
 
-def test_copies_and_compiles() -> None:
+def test_copies_and_compiled_blocks_give_the_same() -> None:
     module, (s, z, mask, pairs) = pairformer().eval(), inputs()
     expected = module(s, z, mask, pairs)
     for b in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):

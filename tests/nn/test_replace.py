@@ -62,7 +62,7 @@ def test_parameters_are_shared_and_keep_their_names(model: Model) -> None:
     assert model.double()(z.double()).dtype == torch.float64
 
 
-def test_copies_and_compiles(model: Model) -> None:
+def test_replaced_layer_copies_pickles_and_compiles(model: Model) -> None:
     """A copy has parameters of its own, and a model that was pickled computes the same."""
     evoattn_nn.replace(model)
     z = torch.randn(1, 5, 5, 8)

@@ -288,7 +288,7 @@ def test_a_block_with_a_forward_of_its_own_keeps_it() -> None:
     assert not CALLS
 
 
-def test_copies_and_settings() -> None:
+def test_replaced_block_copies_and_follows_its_settings() -> None:
     original = blocks()[1].eval()
     inputs = arguments(original)
     evoattn_nn.replace(original)

@@ -126,7 +126,9 @@ def original(request: pytest.FixtureRequest) -> nn.Module:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_answers_and_gradients(masked: bool, original: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_multiplication_keeps_answers_and_gradients(
+    masked: bool, original: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replaced = copy.deepcopy(original)
     assert evoattn_nn.replace(replaced) == [""] and list(replaced.state_dict()) == list(original.state_dict())
     for lead in ((), (2,), (2, 3)):
@@ -157,7 +159,7 @@ def test_hooks_on_projections_and_norms_run(original: nn.Module) -> None:
     assert sorted(seen) == sorted(children)
 
 
-def test_copies_and_compiles(original: nn.Module) -> None:
+def test_replaced_multiplication_copies_and_compiles(original: nn.Module) -> None:
     """Copies compute with parameters of their own."""
     z, mask = normal(2, 7, 7, CHANNELS), edges(2)
     evoattn_nn.replace(original)

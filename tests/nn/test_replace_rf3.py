@@ -112,7 +112,7 @@ STAND_INS = {
 
 @pytest.mark.parametrize("switch", [False, True])
 @pytest.mark.parametrize("name", STAND_INS)
-def test_answers_and_gradients(name: str, switch: bool, known: Any) -> None:
+def test_replaced_layers_of_rf3_keep_answers_and_gradients(name: str, switch: bool, known: Any) -> None:
     original = filled(STAND_INS[name]())
     known.SHOULD_USE_CUEQUIVARIANCE = switch
     replaced, count = copy.deepcopy(original), Count()

@@ -154,7 +154,7 @@ def rows(*lead: int) -> Tensor:
     return (torch.rand(*lead, generator=torch.Generator().manual_seed(5)) > 0.3).double()
 
 
-def test_answers_and_gradients(original: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_transition_keeps_answers_and_gradients(original: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     replaced = copy.deepcopy(original)
     assert evoattn_nn.replace(replaced) == [""] and list(replaced.state_dict()) == list(original.state_dict())
     for lead in ((7,), (2, 7), (2, 3, 7)):
@@ -176,7 +176,7 @@ def test_every_norm_and_projection_may_be_wrapped(original: nn.Module) -> None:
     assert_wrapped(original, replaced, lambda: assert_equal_gradients(original, replaced, x))
 
 
-def test_copies_and_compiles(original: nn.Module) -> None:
+def test_replaced_transition_copies_and_compiles(original: nn.Module) -> None:
     x = normal(2, 7, C)
     evoattn_nn.replace(original)
     expected = original(x)

@@ -65,7 +65,7 @@ def assert_as_called(layer: TriangleAttention) -> None:
 @pytest.mark.parametrize("starting", [True, False])
 @pytest.mark.parametrize("path", ["mha.linear_q", "mha.linear_g", "mha.linear_o", "linear"])
 @pytest.mark.parametrize("how", [*IN_PLACE, *INSTEAD])
-def test_a_changed_projection(how: str, path: str, starting: bool) -> None:
+def test_a_changed_projection_is_called_as_a_module(how: str, path: str, starting: bool) -> None:
     layer = triangle(starting)
     layer(torch.randn(1, 6, 6, 16, dtype=torch.float64))  # a change after a call counts too
     change(layer, path, how)
@@ -73,14 +73,14 @@ def test_a_changed_projection(how: str, path: str, starting: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["forward hook", "forward pre-hook", "backward hook", "a forward of its own", "wrapper"])
-def test_a_changed_norm(how: str) -> None:
+def test_a_changed_norm_is_called_as_a_module(how: str) -> None:
     layer = triangle(starting=True)
     change(layer, "layer_norm", how)
     assert_as_called(layer)
 
 
 @pytest.mark.parametrize("norm", [nn.RMSNorm(16), nn.Identity(), nn.LayerNorm((6, 16)), nn.Softmax(-1)])
-def test_another_norm(norm: nn.Module) -> None:
+def test_a_norm_of_another_class_is_called_as_a_module(norm: nn.Module) -> None:
     layer = triangle(starting=True)
     layer.layer_norm = norm.double()  # type: ignore[assignment]
     assert_as_called(layer)

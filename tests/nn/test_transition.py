@@ -79,7 +79,7 @@ def test_a_new_layer_changes_nothing(activation: str) -> None:
 
 
 @EACH
-def test_hooks_run(activation: str, path: str, called: list[str]) -> None:
+def test_a_hooked_module_of_a_transition_is_called(activation: str, path: str, called: list[str]) -> None:
     layer, (x, mask), seen = layer_of(activation), rows(), []
     layer(x, mask)
     assert called == ["operator"]
@@ -112,7 +112,7 @@ def test_a_swiglu_of_another_kind(called: list[str]) -> None:
 
 @pytest.mark.parametrize("activation", MODULES)
 @pytest.mark.parametrize("hooked", [False, True])
-def test_in_place(activation: str, hooked: bool) -> None:
+def test_in_place_transition_overwrites_x(activation: str, hooked: bool) -> None:
     layer, (x, mask) = layer_of(activation, residual=True), rows()
     with torch.no_grad():
         right = layer(x, mask)

@@ -122,7 +122,7 @@ ALONE: dict[str, Callable[[nn.Module], tuple[Call, Leaves]]] = {
 
 @EACH
 @pytest.mark.parametrize("wrapper", ALONE)
-def test_in_one_process(wrapper: str, name: str) -> None:
+def test_a_wrapped_layer_keeps_outputs_and_gradients(wrapper: str, name: str) -> None:
     layer, (inputs, cotangent) = layer_of(name), example(name)
     expected = step(layer, list(layer.parameters()), inputs, cotangent)
     call, leaves = ALONE[wrapper](layer)
@@ -300,7 +300,7 @@ def on_a_gpu(name: str) -> tuple[nn.Module, list[Tensor], Tensor]:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 @EACH
-def test_save_on_cpu(name: str) -> None:
+def test_save_on_cpu_changes_no_gradient(name: str) -> None:
     layer, inputs, cotangent = on_a_gpu(name)
     expected = step(layer, list(layer.parameters()), inputs, cotangent)
     with torch.autograd.graph.save_on_cpu(pin_memory=True):
@@ -308,7 +308,10 @@ def test_save_on_cpu(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs; test_in_one_process has a replica on the CPU")
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2,
+    reason="needs two GPUs; test_a_wrapped_layer_keeps_outputs_and_gradients has a replica on the CPU",
+)
 @EACH
 def test_data_parallel(name: str) -> None:
     """Each GPU has one of the two batches."""

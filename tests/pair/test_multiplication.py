@@ -24,7 +24,7 @@ DIRECTIONS = pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 @DIRECTIONS
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("lead", [(), (1,), (2, 3)], ids=str)
-def test_float64(direction: str, bias: bool, lead: tuple[int, ...]) -> None:
+def test_multiplication_in_float64_agrees_with_dense_torch(direction: str, bias: bool, lead: tuple[int, ...]) -> None:
     parameters, (z, mask, do) = weights(6, 10, bias=bias), inputs(lead, 5, 6)
     options = Options(direction == "outgoing", 1e-5, residual=bias)
     actual = differentiated(call(z, mask if bias else None, parameters, options), z, parameters, do)
@@ -33,7 +33,7 @@ def test_float64(direction: str, bias: bool, lead: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @DIRECTIONS
-def test_narrower_dtypes(direction: str, dtype: torch.dtype) -> None:
+def test_multiplication_in_narrower_dtypes_agrees_with_float64(direction: str, dtype: torch.dtype) -> None:
     parameters, (z, mask, do) = weights(16, 16, bias=True, dtype=dtype), inputs((1,), 9, 16, dtype)
     options = Options(direction == "outgoing", 1e-5, residual=True)
     actual = differentiated(call(z, mask, parameters, options), z, parameters, do)
@@ -84,7 +84,7 @@ def test_a_sum_past_the_range_of_float16() -> None:
     assert worst(actual, truth(z, None, parameters, Options(True, 1e-5, False), do)) < 5e-3
 
 
-def test_autocast() -> None:
+def test_multiplication_under_autocast_agrees_with_float64() -> None:
     parameters, (z, mask, do) = weights(16, 16, bias=True, dtype=torch.float32), inputs((1,), 6, 16, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         update = call(z, mask, parameters, Options(True, 1e-5, False))
@@ -97,7 +97,7 @@ def test_autocast() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1])
-def test_few_residues(length: int) -> None:
+def test_multiplication_of_few_residues_is_finite(length: int) -> None:
     parameters, (z, mask, do) = weights(6, 4, bias=True), inputs((2,), length, 6)
     out = call(z, mask, parameters, Options(False, 1e-5, True))
     assert out.shape == z.shape
@@ -124,7 +124,7 @@ def test_weights_of_any_strides() -> None:
     assert worst(actual, truth(z, mask, parameters, options, do)) < 1e-12
 
 
-def test_transforms() -> None:
+def test_multiplication_under_vmap_and_grad_agrees_with_float64() -> None:
     parameters, (z, mask, do) = weights(6, 4, bias=True), inputs((3,), 5, 6)
     options = Options(True, 1e-5, False)
     expected = truth(z, mask, parameters, options, do)

@@ -21,7 +21,9 @@ pytestmark = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("length", [1, 7, 61, 64, 129])
 @pytest.mark.parametrize(("channels", "hidden"), [(128, 128), (64, 32), (24, 40), (256, 256)])
-def test_against_float64(outgoing: bool, dtype: torch.dtype, length: int, channels: int, hidden: int) -> None:
+def test_multiplication_agrees_with_float64(
+    outgoing: bool, dtype: torch.dtype, length: int, channels: int, hidden: int
+) -> None:
     """At most three times what dense torch of the dtype loses."""
     bias = channels != 128
     parameters = weights(channels, hidden, bias=bias, dtype=dtype, device="cuda")

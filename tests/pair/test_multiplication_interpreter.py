@@ -42,7 +42,9 @@ else:
 
     @pytest.mark.parametrize(("dtype", "sizes"), CASES, ids=str)
     @pytest.mark.parametrize("outgoing", [True, False])
-    def test_against_float64(dtype: torch.dtype, sizes: tuple[int, ...], outgoing: bool, launches: list[str]) -> None:
+    def test_multiplication_kernels_agree_with_float64(
+        dtype: torch.dtype, sizes: tuple[int, ...], outgoing: bool, launches: list[str]
+    ) -> None:
         """Half of the cases have a mask, biases, weights of norms and the residual."""
         channels, hidden, length, batch = sizes
         parameters = weights(channels, hidden, bias=outgoing, dtype=dtype)

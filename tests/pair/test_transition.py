@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 @ACTIVATIONS
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(), (7,), (2, 3, 4)], ids=str)
-def test_float64(gated: bool, bias: bool, shape: tuple[int, ...]) -> None:
+def test_transition_in_float64_agrees_with_dense_torch(gated: bool, bias: bool, shape: tuple[int, ...]) -> None:
     parameters, (x, mask, do) = weights(6, 10, gated=gated, bias=bias), inputs(shape, 6)
     options = Options(1e-5, residual=bias)
     actual = differentiated(call(x, mask if bias else None, parameters, options), x, parameters, do)
@@ -34,7 +34,7 @@ def test_float64(gated: bool, bias: bool, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @ACTIVATIONS
-def test_narrower_dtypes(gated: bool, dtype: torch.dtype) -> None:
+def test_transition_in_narrower_dtypes_agrees_with_float64(gated: bool, dtype: torch.dtype) -> None:
     parameters, (x, mask, do) = weights(16, 32, gated=gated, bias=True, dtype=dtype), inputs((2, 9), 16, dtype)
     options = Options(1e-5, residual=True)
     actual = differentiated(call(x, mask, parameters, options), x, parameters, do)
@@ -73,7 +73,7 @@ def test_only_what_is_wanted_has_a_gradient(frozen: str) -> None:
         assert y.grad is None or relative_error(y.grad, expected[name]) < 1e-12, name
 
 
-def test_autocast() -> None:
+def test_transition_under_autocast_agrees_with_float64() -> None:
     parameters, (x, mask, do) = weights(16, 32, gated=True, bias=True, dtype=torch.float32), inputs((9,), 16, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         assert call(x, mask, parameters, Options(1e-5, False)).dtype == torch.bfloat16
@@ -84,7 +84,7 @@ def test_autocast() -> None:
     assert worst(actual, truth(x, mask, parameters, Options(1e-5, True), do)) < 2e-2
 
 
-def test_no_rows() -> None:
+def test_transition_of_no_rows_is_empty() -> None:
     parameters, (x, mask, do) = weights(6, 4, gated=True, bias=True), inputs((2, 0), 6)
     out = call(x, mask, parameters, Options(1e-5, True))
     assert out.shape == x.shape
@@ -111,7 +111,7 @@ def test_weights_of_any_strides() -> None:
     assert worst(actual, truth(x, mask, parameters, options, do)) < 1e-12
 
 
-def test_transforms() -> None:
+def test_transition_under_vmap_and_grad_agrees_with_float64() -> None:
     parameters, (x, mask, do) = weights(6, 4, gated=True, bias=True), inputs((3, 5), 6)
     options = Options(1e-5, False)
     expected = truth(x, mask, parameters, options, do)
@@ -121,7 +121,7 @@ def test_transforms() -> None:
     assert relative_error(dx, expected[1]) < 1e-12
 
 
-def test_torch_compile() -> None:
+def test_compiled_transition_agrees_with_float64() -> None:
     parameters, (x, mask, do) = weights(6, 4, gated=True, bias=True), inputs((3, 5), 6)
     options = Options(1e-5, True)
     out = torch.compile(call, backend="aot_eager", fullgraph=True)(x, mask, parameters, options)

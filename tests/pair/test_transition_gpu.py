@@ -26,7 +26,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 61, 128, 1001])
 @pytest.mark.parametrize(("channels", "hidden"), [(128, 512), (64, 256), (24, 40), (256, 1024), (128, 510)])
-def test_against_float64(gated: bool, dtype: torch.dtype, rows: int, channels: int, hidden: int) -> None:
+def test_transition_agrees_with_float64(gated: bool, dtype: torch.dtype, rows: int, channels: int, hidden: int) -> None:
     bias = hidden == 510 or channels == 24
     parameters = weights(channels, hidden, gated=gated, bias=bias, dtype=dtype, device="cuda")
     x, mask, do = inputs((rows,), channels, dtype, "cuda")

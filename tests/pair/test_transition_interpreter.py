@@ -42,7 +42,9 @@ else:
     @pytest.mark.parametrize(("dtype", "sizes"), CASES, ids=str)
     @pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "relu"])
     @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
-    def test_against_float64(dtype: torch.dtype, sizes: tuple[Any, ...], gated: bool, bias: bool, launches: list[str]) -> None:
+    def test_transition_kernels_agree_with_float64(
+        dtype: torch.dtype, sizes: tuple[Any, ...], gated: bool, bias: bool, launches: list[str]
+    ) -> None:
         """Half of the cases have a mask, biases, weights of the norm and the residual."""
         channels, hidden, shape = sizes
         parameters = weights(channels, hidden, gated=gated, bias=bias, dtype=dtype)

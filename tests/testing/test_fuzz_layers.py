@@ -139,7 +139,7 @@ def test_the_default_dtype_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fuzz_layers_command_prints_its_counts(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["fuzz", "--layers", "--cases", "2", "--seed", "103", "--largest", "500", "--jobs", "1", "--device", "cpu"]
     assert cli.main([*arguments, "--backends", "auto,triton"]) == 0
     assert "seeds from 103 to 104, 2 held, 2 refused, 0 failed" in capsys.readouterr().out

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
-def test_cpu_backends_hold(first: int) -> None:
+def test_cpu_backends_hold_on_random_problems(first: int) -> None:
     """300 problems, each on both backends."""
     for backend in ("tiled", "reference"):
         failed = {}

@@ -70,7 +70,7 @@ def test_memory_is_told_by_its_role() -> None:
     assert line.endswith("| 300 m1[1200] x+1200 2.0")
 
 
-def test_compare(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_tells_equal_and_changed_kernels(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
     for folder, name, programs in ((before, "old_kernel", 3), (after, "new_kernel", 3)):
         folder.mkdir()

@@ -89,7 +89,7 @@ def variants(*sizes: tuple[int, int]) -> list[Any]:
     *((32, length) for length in (128, 192, 256, 288, 397, 512, 576, 768, 1024, 2048)),
     *((c, 768) for c in (24, 48, 64)),
 ))  # fmt: skip
-def test_dq(channels, length, dtype):
+def test_dq_kernels_compile_within_their_budget_of_spills(channels, length, dtype):
     check_dq(channels, length, dtype, SKIPS[dtype])
 
 
@@ -113,7 +113,7 @@ def test_dq_without_a_pair_bias(channels, length, change):
     (48, 192),
     (64, 256),
 ))  # fmt: skip
-def test_dk_and_dv(channels, length, dtype):
+def test_dk_and_dv_kernels_compile_within_their_budget_of_spills(channels, length, dtype):
     check_dkdv(channels, length, dtype, SKIPS[dtype])
 
 

@@ -42,7 +42,7 @@ SIZES = [*itertools.product(range(1, 4), range(1, 6), range(1, 6)), (6, 48, 33),
 
 
 @pytest.mark.parametrize("blocks", sorted({size[2] for size in SIZES}))
-def test_every_row_once(blocks: int) -> None:
+def test_stretches_of_all_blocks_cover_every_row_once(blocks: int) -> None:
     for panels, n, _ in (size for size in SIZES if size[2] == blocks):
         done = [(panel, row) for _, _, panel, row in stretches([n] * panels, blocks)]
         assert sorted(done) == list(itertools.product(range(panels), range(n))), (panels, n, blocks)

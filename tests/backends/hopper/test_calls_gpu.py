@@ -87,7 +87,7 @@ def test_rows_past_2_to_31_elements(with_pair_bias: bool) -> None:
         assert testing.relative_error(gradient[:, last], y) < 2e-3
 
 
-def test_a_side_stream() -> None:
+def test_a_call_on_a_side_stream_gives_the_same_bits() -> None:
     inputs = example()
     expected = forward(inputs).values
     torch.cuda.synchronize()

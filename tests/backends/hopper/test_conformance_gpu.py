@@ -18,7 +18,7 @@ pytestmark = ON_HOPPER
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("case", testing.AWKWARD, ids=lambda case: case.name)
-def test_awkward_case(case: testing.Case, dtype: torch.dtype) -> None:
+def test_forward_of_awkward_case_agrees_with_float64(case: testing.Case, dtype: torch.dtype) -> None:
     inputs = dataclasses.replace(case, dtype=dtype).make(seed=1, device="cuda")
     testing.check(forward(inputs), inputs)
 
@@ -80,7 +80,7 @@ def test_queries_to_which_a_pair_bias_leaves_masked_keys_alone(dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
-def test_workload(workload, dtype: torch.dtype) -> None:
+def test_forward_of_workload_agrees_with_float64(workload, dtype: torch.dtype) -> None:
     rows = max(1, min(workload.n, 200_000_000 // (workload.h * workload.lq * workload.lk)))
     case = testing.from_workload(dataclasses.replace(workload, b=min(workload.b, 2), n=rows), dtype)
     inputs = case.make(seed=2, device="cuda")
@@ -90,7 +90,7 @@ def test_workload(workload, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("channels", [8, 16, 24, 32, 48, 64])
 @pytest.mark.parametrize("mask", [None, "random", "padding", "empty_rows"])
 @pytest.mark.parametrize("length", [2, 33, 65, 97, 129, 397, 513, 1001])
-def test_length(length: int, mask: str | None, channels: int) -> None:
+def test_forward_of_any_length_agrees_with_float64(length: int, mask: str | None, channels: int) -> None:
     """Whole and ragged blocks, one panel and several, a bias that stays and one that streams."""
     pair = None if channels == 16 else "b1hqk"
     case = testing.Case("sweep", n=3, h=2, lq=length, lk=length, d=channels, dtype=torch.bfloat16, mask=mask, pair_bias=pair)  # type: ignore[arg-type]
@@ -258,7 +258,7 @@ def test_nan_reaches_what_it_should_and_nothing_else(where: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("backend", ["hopper", "auto"])
 @pytest.mark.parametrize("case", testing.AWKWARD, ids=lambda case: case.name)
-def test_awkward_gradients(case: testing.Case, backend: str, dtype: torch.dtype) -> None:
+def test_gradients_of_awkward_case_agree_with_float64(case: testing.Case, backend: str, dtype: torch.dtype) -> None:
     """By this backend where it takes them; and whomever `auto` takes for each pass, the two fit."""
     inputs = dataclasses.replace(case, dtype=dtype).make(seed=1, device="cuda")
     try:

@@ -75,7 +75,7 @@ NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_forward_compiles(name: str) -> None:
+def test_forward_compiles_within_shared_memory_and_spills(name: str) -> None:
     kernel = variant(name, "bfloat16")
     compiled = make(kernel)
     assert compiled.shared <= shared_bytes(kernel) <= min(compiled.shared + ALIGNED, planned.SHARED)
@@ -106,7 +106,7 @@ def test_the_product_with_the_gate_moves_16_bytes_at_a_time(channels: int, dtype
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("bias", [None, "Float32", "BFloat16"])
-def test_rows_compile(dtype: str, mask: bool, bias: str | None, more: dict[str, bool]) -> None:
+def test_key_bias_kernel_compiles_without_spills(dtype: str, mask: bool, bias: str | None, more: dict[str, bool]) -> None:
     kernel = key_bias.KeyBias(DTYPES[dtype], mask=mask, bias=bias and getattr(cutlass, bias), **more)
     assert make(kernel).spilled == 0
 
@@ -114,7 +114,7 @@ def test_rows_compile(dtype: str, mask: bool, bias: str | None, more: dict[str, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("width", [1, 8])
-def test_pairs_compile(width: int, bounded: bool, dtype: str) -> None:
+def test_pair_bias_kernel_compiles_without_spills(width: int, bounded: bool, dtype: str) -> None:
     assert make(pair_bias.PairBias(DTYPES[dtype], width, bounded=bounded)).spilled == 0
 
 

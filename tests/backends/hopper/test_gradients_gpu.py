@@ -129,7 +129,7 @@ CHANGES = [
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_gradients(changes: dict, deterministic: bool) -> None:
+def test_gradients_agree_with_float64(changes: dict, deterministic: bool) -> None:
     inputs = example(**changes)
     testing.check(testing.run(inputs, "hopper", deterministic=deterministic), inputs)
 

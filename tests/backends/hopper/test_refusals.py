@@ -67,7 +67,7 @@ def reasons(config: Config | None = None, **changes: object) -> list[str]:
     ],
     ids=str,
 )
-def test_takes(changes: dict) -> None:
+def test_supported_problem_has_no_reasons_against_it(changes: dict) -> None:
     assert reasons(**changes) == []
 
 
@@ -93,7 +93,7 @@ def test_takes(changes: dict) -> None:
     ],
     ids=str,
 )
-def test_refuses(changes: dict, word: str) -> None:
+def test_unsupported_problem_is_refused_with_one_reason(changes: dict, word: str) -> None:
     (reason,) = reasons(**changes)
     assert word in reason
 

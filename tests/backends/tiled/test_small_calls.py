@@ -80,7 +80,7 @@ def test_both_ways_give_the_same_bits(layout: Any) -> None:
         recorded[0].sum().backward()
 
 
-def test_rows_without_keys() -> None:
+def test_rows_without_keys_have_no_output_and_no_gradients() -> None:
     inputs, leaves = make(mask="random")
     inputs.mask[:, 1] = False  # type: ignore[index]
     o = attend(inputs)

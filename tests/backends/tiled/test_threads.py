@@ -169,7 +169,9 @@ def test_one_thread_where_the_libraries_cannot_limit_one(monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("case", testing.AWKWARD, ids=lambda case: case.name)
-def test_awkward_case(case: testing.Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
+def test_awkward_case_on_two_threads_agrees_with_float64(
+    case: testing.Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, two_threads: None
+) -> None:
     monkeypatch.setattr(tiled, "LEAST_SHARED", 1)
     inputs = dataclasses.replace(case, dtype=dtype).make(seed=1)
     testing.check(testing.run(inputs, "tiled"), inputs)
@@ -187,7 +189,7 @@ def test_two_runs_are_bit_equal(shared: list[int], pattern: str, config: Config)
             assert torch.equal(value, runs[0][name]), name
 
 
-def test_inference_mode(shared: list[int]) -> None:
+def test_shared_work_in_inference_mode_gives_the_same_bits(shared: list[int]) -> None:
     inputs = CASE.make(seed=3)
     expected = testing.run(inputs, "tiled").values["o"]
     from evoattn import evoformer_attention

@@ -131,7 +131,7 @@ def compiled(case: str, arch: str) -> list[Report]:
 
 
 @pytest.mark.parametrize(("case", "arch"), PAIRS)
-def test_fits(case: Compiled, arch: str) -> None:
+def test_backward_kernels_fit_the_card_without_spills(case: Compiled, arch: str) -> None:
     """Within the card's shared memory, no product that ptxas serialises, and next to nothing is spilled."""
     reports = compiled(case.name, arch)
     assert {"dq_kernel", "dkdv_kernel"} <= {r.name for r in reports}

@@ -81,7 +81,7 @@ else:
     SOME = [slow_if(is_slow(i, case), case) for i, case in enumerate(AWKWARD)]
 
     @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
-    def test_awkward_case(case: testing.Case) -> None:
+    def test_gradients_of_awkward_case_agree_with_float64(case: testing.Case) -> None:
         """Every second one with sums in a fixed order; broadcast biases have both below."""
         check(case.make(seed=1), deterministic=AWKWARD.index(case) // 2 % 2 == 1)
 
@@ -138,7 +138,7 @@ else:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, slow_if(True, torch.float16)], ids=["bfloat16", "float16"])
     @pytest.mark.parametrize("case", [slow_if(case.name in LONG, case) for case in LOW[::7]], ids=lambda case: case.name)
-    def test_low_precision(case: testing.Case, dtype: torch.dtype) -> None:
+    def test_gradients_in_low_precision_agree_with_float64(case: testing.Case, dtype: torch.dtype) -> None:
         check(dataclasses.replace(case, dtype=dtype).make(seed=2))
 
     @pytest.mark.parametrize("deterministic", [False, slow_if(True, True)], ids=["default", "deterministic"])
@@ -162,7 +162,9 @@ else:
         ("pair_bias", "way"),
         [slow_if(shape not in quick, shape, way) for way, quick in QUICK_SHAPES.items() for shape in SHAPES],
     )
-    def test_broadcast_bias(monkeypatch: pytest.MonkeyPatch, pair_bias: str, way: str) -> None:
+    def test_gradients_of_broadcast_pair_bias_agree_with_float64(
+        monkeypatch: pytest.MonkeyPatch, pair_bias: str, way: str
+    ) -> None:
         """Every shape that the pair bias can have, with several tiles along each axis that it broadcasts."""
         use(monkeypatch, ALL_TILES["two_rows_together"])
         if way == "added_up_by_torch":
@@ -237,7 +239,7 @@ else:
 
     @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 1)], ids=str)
     @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-    def test_broadcast_mask_bias(shape: tuple[int, int], deterministic: bool) -> None:
+    def test_gradients_of_broadcast_mask_bias_agree_with_float64(shape: tuple[int, int], deterministic: bool) -> None:
         inputs = testing.Case("rows", lead=(2,), n=3, mask="random", mask_bias="finite", pair_bias="b1hqk").make(seed=5)
         assert inputs.mask_bias is not None
         kept = inputs.mask_bias[: shape[0], : shape[1]]

@@ -42,7 +42,9 @@ ALL = (*(True,) * 5, False)
     ({"mask_bias": torch.float32}, FewTiles(32, 4, 1), FewTiles(16, 4, 1)),
     ({"mask_bias": torch.float32, "needs": ALL}, FewTiles(32, 4, 1), None),
 ], ids=str)  # fmt: skip
-def test_what_goes_there(changes: dict[str, Any], forward: FewTiles | None, backward: FewTiles | None) -> None:
+def test_few_tiles_are_for_few_queries_or_keys(
+    changes: dict[str, Any], forward: FewTiles | None, backward: FewTiles | None
+) -> None:
     problem = dataclasses.replace(POINT, **changes)
     assert few_tiles("forward", problem, Config()) == forward
     assert few_tiles("backward", problem, Config()) == backward
@@ -50,7 +52,7 @@ def test_what_goes_there(changes: dict[str, Any], forward: FewTiles | None, back
     assert few_tiles("forward", problem, Config(score_bytes=1 << 20)) == forward, "no tiles of a GPU's"
 
 
-def test_explain_tells_them() -> None:
+def test_explain_shows_tiles_of_few_queries() -> None:
     q, k = (torch.empty(1, POINT.n, length, 4, 16, dtype=POINT.dtype, device="meta").transpose(2, 3) for length in (1, 4))
     lse = torch.empty(1, POINT.n, 4, 1, device="meta")
     inputs, options = Inputs(q, k, k), {"scale": 0.25, "layout": "bnlhd", "config": Config()}

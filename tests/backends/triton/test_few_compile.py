@@ -72,7 +72,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("case", "arch"), PAIRS)
-def test_fits(case: Compiled, arch: str) -> None:
+def test_few_kernels_fit_shared_memory_without_spills(case: Compiled, arch: str) -> None:
     """One kernel a pass, within shared memory. Nothing is spilled unless that is faster."""
     reports = case.compile(arch)
     assert [r.name for r in reports] == ["forward_few_kernel", "backward_few_kernel"]

@@ -153,7 +153,7 @@ def test_twins_have_the_same_plans(arch: str, twin: str) -> None:
 
 @compiles
 @pytest.mark.parametrize(("case", "arch"), PAIRS)
-def test_fits(case: Compiled, arch: str) -> None:
+def test_forward_kernels_fit_the_card_within_known_spills(case: Compiled, arch: str) -> None:
     """Within the card's shared memory, no product that ptxas serialises, and no more spills than known."""
     compiled_kernels = compiled(case.name, arch)
     assert compiled_kernels.shared <= SHARED_LIMITS[arch]

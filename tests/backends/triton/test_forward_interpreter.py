@@ -60,7 +60,7 @@ else:
     CASES = [pytest.param(case, marks=pytest.mark.slow) if case.name in LONG else case for case in testing.AWKWARD]
 
     @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-    def test_awkward_case(case: testing.Case) -> None:
+    def test_forward_of_awkward_case_agrees_with_float64(case: testing.Case) -> None:
         check(case.make(seed=1))
 
     LOW = [case for case in testing.AWKWARD if case.lq <= 50 and case.d <= 32 and not case.name.startswith("only_")]
@@ -68,7 +68,7 @@ else:
     SOME = [case if i % 3 == 0 else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(LOW)]
 
     @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
-    def test_low_precision(case: testing.Case) -> None:
+    def test_forward_in_low_precision_agrees_with_float64(case: testing.Case) -> None:
         """bfloat16 and, for every third case, float16: the kernels have no code of its own for it."""
         check(dataclasses.replace(case, dtype=torch.bfloat16).make(seed=2))
         if LOW.index(case) % 3 == 0:
@@ -78,7 +78,7 @@ else:
 
     @pytest.mark.parametrize("config", TILES, ids=Config.to_text)
     @pytest.mark.parametrize("mask", ["random", "padding", "empty_rows", None])
-    def test_many_tiles(mask: str | None, config: Config) -> None:
+    def test_forward_of_several_tiles_agrees_with_float64(mask: str | None, config: Config) -> None:
         """Several query blocks, several key tiles, a ragged last tile with and without a mask."""
         case = testing.Case(
             "tiles", n=4, lq=41, lk=87, d=16, mask=mask, mask_bias="finite" if mask else None, pair_bias="b1hqk"

@@ -61,7 +61,7 @@ else:
     )
 
     @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-    def test_gate(case: Gated) -> None:
+    def test_gated_output_and_gradients_agree_with_float64(case: Gated) -> None:
         """O and all gradients."""
         needs = case.needs if case.lq > 3 else (*case.needs[:3], False, False, case.needs[5])
         assert dataclasses.replace(case, needs=needs).wrong(backend) == []

@@ -282,7 +282,7 @@ def compiled_for(arch: str) -> list[Any]:
     return compiled
 
 
-def test_the_ptx_waits() -> None:
+def test_ptx_waits_before_it_loads_what_kernels_before_it_write() -> None:
     kernels = compiled_for("sm_90")
     early = {kernel.metadata.name.removesuffix("_kernel") for kernel in kernels if kernel.metadata.launch_pdl}
     assert early == {"forward", "pack", "row_spans", "statistics", "dq", "dkdv", "pair_gradient", "total"}

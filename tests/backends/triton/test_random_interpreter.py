@@ -33,7 +33,7 @@ else:
     DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
     @pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 36))])
-    def test_random_problem(seed: int) -> None:
+    def test_random_problem_in_the_interpreter_holds(seed: int) -> None:
         """Up to 40 queries and keys; the GPU runs the others."""
         problem = testing.random_problem(seed, dtypes=DTYPES, largest=1000, longest=40)
         outcome = testing.judge(problem, "triton")

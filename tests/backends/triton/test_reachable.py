@@ -197,7 +197,7 @@ def faults(problem: Problem, arch: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
-def test_a_sample_compiles(part: int) -> None:
+def test_a_sample_of_reachable_tiles_compiles_without_faults(part: int) -> None:
     problems = sample("sm_90")[part::4]
     assert problems
     assert {str(problem): wrong for problem in problems if (wrong := faults(problem, "sm_90"))} == {}

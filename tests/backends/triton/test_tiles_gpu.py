@@ -47,7 +47,7 @@ def name(problem: Problem) -> str:
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("problem", problems(), ids=name)
-def test_reachable_tile(problem: Problem) -> None:
+def test_reachable_tile_agrees_with_float64(problem: Problem) -> None:
     pair = problem.pair_bias is not None
     case = testing.Case(
         name(problem),

@@ -6,12 +6,10 @@ import dataclasses
 import os
 import pathlib
 import pickle
-import socket
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,112 +17,18 @@ import torch
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
 
-import cutlass
 
 import evoattn
 from evoattn.backends import hopper
 from evoattn.backends.hopper import ahead, launch
-from evoattn.backends.hopper.kernels.statistics import Statistics
 from evoattn.cli.warm.cards import cards_of
 from evoattn.compile import first_calls
-from evoattn.compile.workers import Report, Task, Worker
+from evoattn.compile.workers import Task, Worker
 from evoattn.core.devices import planned_for
 from evoattn.testing.fuzz import Workers
-from tests.backends.hopper.test_kept_kernels import kept, new_process
+from tests.helpers.first_calls import CHANNELS, Hand, held_by_workers, kernels, until, waiting
+from tests.helpers.kept_kernels import kept, new_process
 from tests.helpers.scripts import load
-
-CHANNELS = (8, 16, 24, 32)
-
-
-def kernels() -> list[launch.Kernel]:
-    """Four that compile in 0.2 s each."""
-    return [Statistics(cutlass.BFloat16, c, dlse=False) for c in CHANNELS]
-
-
-@pytest.fixture
-def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
-    """A cache folder that does not exist yet, no kernel in memory, eight cores, and places that nobody else takes."""
-    monkeypatch.delenv(first_calls.VARIABLE, raising=False)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(first_calls, "SLOT", f"evoattn-test-{os.getpid()}-")
-    monkeypatch.setattr(first_calls, "IDLE_S", 0.5)
-    monkeypatch.setattr(first_calls, "helpers", first_calls.Helpers())
-    new_process()
-    yield tmp_path / "cache"
-    new_process()
-    until(lambda: not first_calls.helpers.workers)
-
-
-def until(true: Callable[[], Any]) -> None:
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-class Hand:
-    """Stands for a worker: takes a task, and does it when it is let go."""
-
-    def __init__(self, niceness: int, sockets: tuple[socket.socket, ...]) -> None:
-        assert niceness > 0 and len(sockets) == 1
-        self.sockets = sockets
-
-    taken: ClassVar[list[str]] = []
-    go: ClassVar[threading.Event] = threading.Event()
-    do: Callable[[Task], Any] = staticmethod(lambda task: None)
-
-    def run(self, task: Task) -> Report:
-        if task.function.endswith(":keep"):
-            Hand.taken.append(task.arguments[0].name)
-            Hand.go.wait(60)
-            Hand.do(task)
-        return Report(task, None, None, 0.0)
-
-    def end(self) -> None: ...
-
-
-def slot() -> socket.socket | None:
-    """A slot of the machine, taken; None if all are."""
-    worker = first_calls.helper()
-    return None if worker is None else worker.sockets[0]
-
-
-def held_by_workers() -> list[str]:
-    """The kernels that workers compile."""
-    return [name for name, future in first_calls.helpers.begun.items() if future.running()]
-
-
-def waiting() -> list[str]:
-    """The kernels that no worker has begun, and that one may begin."""
-    return [name for name, future in first_calls.helpers.begun.items() if not future.running() and not future.done()]
-
-
-@contextlib.contextmanager
-def all_places() -> Iterator[int]:
-    """Hold all places that are free, of which there are so many."""
-    with contextlib.ExitStack() as stack:
-        yield sum(1 for taken in iter(slot, None) if stack.enter_context(taken))
-
-
-def free_places() -> int:
-    with all_places() as count:
-        return count
-
-
-@pytest.fixture
-def no_place_left(folder: pathlib.Path) -> Iterator[None]:
-    with all_places():
-        yield
-
-
-@pytest.fixture
-def hand(monkeypatch: pytest.MonkeyPatch) -> type[Hand]:
-    monkeypatch.setattr(first_calls, "Worker", Hand)
-    monkeypatch.setattr(Hand, "taken", [])
-    monkeypatch.setattr(Hand, "go", threading.Event())
-    return Hand
 
 
 @pytest.mark.slow
@@ -279,78 +183,6 @@ def test_a_backward_that_cannot_be_planned_does_not_stop_a_forward(
     q = torch.empty(1, 40, 96, 4, 32, dtype=torch.bfloat16, requires_grad=True)
     with never_run(monkeypatch):
         evoattn.evoformer_attention(q, q, q)
-
-
-@pytest.mark.parametrize(("asked", "workers"), [(None, 4), ("", 4), ("0", 0), ("2", 2), ("9", 4), ("off", 0)])
-def test_the_environment_says_how_many_at_most(
-    asked: str | None, workers: int, folder: pathlib.Path, hand: type[Hand], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if asked is not None:
-        monkeypatch.setenv(first_calls.VARIABLE, asked)
-    first_calls.prestart("hopper")
-    assert len(first_calls.helpers.workers) == workers
-
-
-def test_who_asks_has_workers_for_few_cores_too(
-    folder: pathlib.Path, hand: type[Hand], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But no more than there are cores for, of which four processes have two each here."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    first_calls.prestart("hopper")
-    assert not first_calls.helpers.workers
-    monkeypatch.setenv(first_calls.VARIABLE, "4")
-    first_calls.prestart("hopper")
-    assert len(first_calls.helpers.workers) == 1
-
-
-def test_all_processes_of_a_machine_share_its_places(
-    folder: pathlib.Path, hand: type[Hand], request: pytest.FixtureRequest
-) -> None:
-    """Whoever has a slot, this process or another, nobody else gets it."""
-    for _ in range(3):
-        taken = slot()
-        assert taken is not None
-        request.addfinalizer(taken.close)
-    first_calls.prestart("hopper")
-    assert len(first_calls.helpers.workers) == 1
-
-
-def test_processes_on_other_cores_have_other_places(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with all_places() as count:
-        assert (count, free_places()) == (4, 0)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8, 16)))
-        assert free_places() == 4
-
-
-def test_a_worker_has_its_place_until_it_ends(folder: pathlib.Path) -> None:
-    """Not its caller, which may be killed while the worker compiles."""
-    worker = first_calls.helper()
-    assert worker is not None
-    assert worker.run(Task("os:getpid")).error is None
-    worker.sockets[0].close()
-    assert free_places() == 3
-    worker.end()
-    assert free_places() == 4
-
-
-def test_a_forked_process_holds_no_slot(folder: pathlib.Path, hand: type[Hand]) -> None:
-    hand.go.set()
-    ahead.begin(kernels())
-    until(lambda: len(hand.taken) == len(CHANNELS))
-    over, end = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if not child:
-        os.close(end)
-        os.read(over, 1)  # it lives longer than the workers
-        os._exit(0)
-    until(lambda: not first_calls.helpers.workers)
-    try:
-        until(lambda: free_places() == 4)
-    finally:
-        os.close(end)
-        os.waitpid(child, 0)
 
 
 def test_a_slow_worker_is_waited_for_once(folder: pathlib.Path, hand: type[Hand], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,11 @@
 """Fixtures that choose how the Hopper backend runs a call."""
 
+import types
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
 from tests.backends.hopper.gpu_calls import WAYS
 
@@ -64,3 +67,31 @@ def way(request: pytest.FixtureRequest) -> dict:
     if fixture is not None:
         request.getfixturevalue(fixture)
     return changes
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
+    """The name and the arguments of every launch, in their order."""
+    from evoattn.backends.hopper import backward_launches, launch
+
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def compiled(kernel: Any) -> Any:
+        return lambda *arguments: calls.append((type(kernel).__name__, arguments))
+
+    monkeypatch.setattr(launch, "compiled", compiled)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(backward_launches, "resident_clusters", lambda *arguments: 66)
+    return calls
+
+
+@pytest.fixture
+def kernels(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The kernels that are launched, in their order."""
+    from evoattn.backends.hopper import launch
+
+    created: list[Any] = []
+    note = launch.compiled
+    monkeypatch.setattr(launch, "compiled", lambda kernel: created.append(kernel) or note(kernel))
+    return created

@@ -14,7 +14,6 @@ from evoattn.backends import GATED_AFTER, GATED_BACKWARD, Cotangents, hopper
 from evoattn.backends.hopper import head_groups
 from evoattn.core.config import Config
 from evoattn.core.layouts import empty_gradients, empty_outputs
-from tests.backends.hopper.test_plans import kernels, launched  # noqa: F401 (fixtures)
 from tests.helpers.gates import ALL, ONLY_GATE, Gated
 
 CALL = Gated("call", n=4, lq=100, lk=70, d=32, c=32, dtype=torch.bfloat16, pair_bias=torch.bfloat16)
@@ -58,7 +57,7 @@ def run_forward(case: Gated) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("case", CALLS, ids=lambda case: case.name)
-def test_a_forward_is_multiplied_by_the_gate_when_it_is_complete(case: Gated, launched: list[Any]) -> None:  # noqa: F811
+def test_a_forward_is_multiplied_by_the_gate_when_it_is_complete(case: Gated, launched: list[Any]) -> None:
     inputs, outputs, told = run_forward(case)
     names = [name for name, _ in launched]
     assert names[-2:] == ["Forward", "GateProduct"] and names.count("GateProduct") == 1
@@ -69,7 +68,7 @@ def test_a_forward_is_multiplied_by_the_gate_when_it_is_complete(case: Gated, la
     assert told.gate == GATED_AFTER
 
 
-def test_heads_in_turns(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_heads_in_turns(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The passes of the gate are for the heads of all turns."""
     monkeypatch.setattr(head_groups, "divisor", lambda *_: 1)
     case = dataclasses.replace(CALL, n=2, h=4, lq=640, lk=640, d=64, c=64, gate="sliced")
@@ -82,7 +81,7 @@ def test_heads_in_turns(launched: list[Any], monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("case", CALLS, ids=lambda case: case.name)
-def test_a_backward_reads_what_the_pass_of_the_gate_makes(case: Gated, launched: list[Any], kernels: list[Any]) -> None:  # noqa: F811
+def test_a_backward_reads_what_the_pass_of_the_gate_makes(case: Gated, launched: list[Any], kernels: list[Any]) -> None:
     (do, _), _, outputs, gradients, told = run_backward(case)
     names = [name for name, _ in launched]
     assert names[0] == "GatePass", "all other kernels may start when it is complete, or wait for one that has waited"
@@ -99,14 +98,14 @@ def test_a_backward_reads_what_the_pass_of_the_gate_makes(case: Gated, launched:
     assert told.gate == GATED_BACKWARD
 
 
-def test_only_the_gradient_of_the_gate_is_one_launch(launched: list[Any]) -> None:  # noqa: F811
+def test_only_the_gradient_of_the_gate_is_one_launch(launched: list[Any]) -> None:
     *_, told = run_backward(dataclasses.replace(CALL, needs=ONLY_GATE))
     assert [name for name, _ in launched] == ["GatePass"]
     assert told.kernels == {} and told.gate == GATED_BACKWARD
 
 
 @pytest.mark.parametrize("needs", [ALL, ONLY_GATE], ids=str)
-def test_a_gate_has_no_part_in_the_gradient_of_the_lse(needs: tuple[bool, ...], launched: list[Any]) -> None:  # noqa: F811
+def test_a_gate_has_no_part_in_the_gradient_of_the_lse(needs: tuple[bool, ...], launched: list[Any]) -> None:
     *_, gradients, told = run_backward(dataclasses.replace(CALL, do=False, dlse=True, needs=needs))
     assert "GatePass" not in [name for name, _ in launched]
     assert (len(launched) > 0) == any(needs[:5])

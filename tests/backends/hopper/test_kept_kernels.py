@@ -19,6 +19,7 @@ cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip 
 from evoattn.backends.hopper import ahead, launch  # noqa: E402
 from evoattn.backends.hopper.kernels.statistics import Statistics  # noqa: E402
 from evoattn.compile import cache  # noqa: E402
+from tests.helpers.kept_kernels import kept, new_process  # noqa: E402
 
 
 def kernel(channels: int = 32) -> launch.Kernel:
@@ -31,12 +32,6 @@ def compile_all(*channels: int) -> None:
     assert all(callable(ahead.compiled(kernel(c))) for c in channels)
 
 
-def new_process() -> None:
-    """Forget what this process has loaded."""
-    ahead.functions.clear()
-    cache.cannot_keep.cache_clear()
-
-
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
     """A cache folder that does not exist yet, and no kernel in memory."""
@@ -44,10 +39,6 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     new_process()
     yield tmp_path / "cache"
     new_process()
-
-
-def kept(folder: pathlib.Path) -> list[pathlib.Path]:
-    return sorted((folder / "hopper").iterdir())
 
 
 def read_again(monkeypatch: pytest.MonkeyPatch, channels: int = 32) -> None:

@@ -12,6 +12,7 @@ import evoattn
 from evoattn.clients import graphs
 from evoattn.clients.graphs import FIRST
 from tests.clients.recording import draw
+from tests.helpers.boltz import SMALL
 from tests.helpers.recorders import Traced
 
 
@@ -85,17 +86,6 @@ def first(module: Any, samples: int, steps: int, length: int = 8) -> Tensor:
         )
     coordinates: Tensor = sample["sample_atom_coords"]
     return coordinates
-
-
-SMALL = {
-    "token_s": 8,
-    "atom_s": 16,
-    "dim_fourier": 8,
-    "atom_encoder_depth": 1,
-    "atom_decoder_depth": 1,
-    "token_transformer_depth": 1,
-    "token_transformer_heads": 4,
-}
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def test_a_sampling_run_has_the_same_bits(samples: int, parallel: int | None, al
     """On a CPU, where the alignment is Boltz' own."""
     from boltz.model.modules.diffusionv2 import AtomDiffusion
 
-    from tests.clients.test_graphs_boltz import SMALL
+    from tests.helpers.boltz import SMALL
 
     module = AtomDiffusion(SMALL, alignment_reverse_diff=aligns).eval()
     seen: list[int] = []

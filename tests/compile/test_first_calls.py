@@ -17,7 +17,6 @@ import torch
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
 
-
 import evoattn
 from evoattn.backends import hopper
 from evoattn.backends.hopper import ahead, launch

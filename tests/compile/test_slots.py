@@ -9,7 +9,6 @@ import pytest
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
 
-
 from evoattn.backends.hopper import ahead
 from evoattn.compile import first_calls
 from evoattn.compile.workers import Task

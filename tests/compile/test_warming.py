@@ -115,7 +115,7 @@ def test_a_launch_reads_what_was_kept_for_triton(training: bool, cache: pathlib.
 
 def forget(compiled: list[Any]) -> None:
     """Have Triton look on disk for all kernels, as a new process does."""
-    from tests.backends.triton.test_ahead import KERNELS
+    from tests.helpers.triton_kernels import KERNELS
 
     assert not compiled
     for kernel in KERNELS:

@@ -5,7 +5,6 @@ import contextlib
 import doctest
 import importlib
 import io
-import re
 import subprocess
 import sys
 import textwrap
@@ -13,14 +12,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.pages import BLOCK, ROOT
+
 PACKAGE = ROOT / "src" / "evoattn"
 DOCUMENTED = sorted(path for path in PACKAGE.rglob("*.py") if ">>> " in path.read_text())
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("tutorial", "testing", "layers", "sharded")))
-
-BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n*```text\n(?P<printed>.*?)^```$)?", re.MULTILINE | re.DOTALL)
-"""A block of code and, where a text block follows it directly, what it must print."""
 
 
 def promised(source: str) -> list[str]:

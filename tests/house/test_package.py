@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.test_examples import BLOCK, ROOT
+from tests.helpers.pages import BLOCK, ROOT
 
 MISSING = [name for name in ("build", "hatchling", "twine") if importlib.util.find_spec(name) is None]
 

@@ -21,10 +21,9 @@ from evoattn.nn.distribute import KINDS
 from evoattn.nn.known import LAYERS, KnownLayer
 from evoattn.nn.known_blocks import BLOCKS
 from tests.helpers import distributed
-from tests.nn import test_replace_blocks
 from tests.nn.standins import CHANNELS
-from tests.nn.test_replace_blocks import Attention, Pairs, Wide, get_dropout_mask
-from tests.nn.test_replace_multiplication import In, Out
+from tests.nn.standins.multiplications import In, Out
+from tests.nn.standins.pair_blocks import Attention, Multiplied, Pairs, Wide, get_dropout_mask
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch was built without gloo, which these processes talk through", allow_module_level=True)
@@ -112,7 +111,7 @@ def stand_in() -> None:
     openfold3, boltz = "openfold3.core.model", "boltz.model"
     names = {
         Attention: f"{openfold3}.layers.triangular_attention.TriangleAttention",
-        test_replace_blocks.Multiplied: f"{openfold3}.layers.triangular_multiplicative_update.TriangleMultiplicativeUpdate",
+        Multiplied: f"{openfold3}.layers.triangular_multiplicative_update.TriangleMultiplicativeUpdate",
         Wide: f"{openfold3}.layers.transition.SwiGLUTransition",
         Out: f"{boltz}.layers.triangular_mult.TriangleMultiplicationOutgoing",
         In: f"{boltz}.layers.triangular_mult.TriangleMultiplicationIncoming",

@@ -13,7 +13,7 @@ from evoattn import backends
 from evoattn.nn import TriangleAttention
 from evoattn.testing.dense_layers import MaskedSoftmax, triangle
 from tests.nn.dense import Dense, leaves_of
-from tests.nn.test_layers import EACH, step, truth, worst
+from tests.nn.layer_cases import EACH, step, truth, worst
 
 DEVICE = "cuda"
 

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 import evoattn
 import evoattn.nn as evoattn_nn
-from tests.nn import test_replace_protenix as protenix
-from tests.nn.standins import CHANNELS, assert_close, edges, filled, normal, outcome, register
-from tests.nn.test_replace_blocks import CALLS, Attention, Multiplied, Pairs, Wide
-from tests.nn.test_replace_multiplication import In, Out
+from tests.nn.standins import CHANNELS, assert_close, edges, filled, normal, outcome, protenix, register
+from tests.nn.standins.multiplications import In, Out
+from tests.nn.standins.pair_blocks import CALLS, Attention, Multiplied, Pairs, Wide
 
 
 class Stack(Pairs):

@@ -25,19 +25,11 @@ from evoattn.backends import triton as backend
 from evoattn.backends.triton import ahead as ahead_module
 from evoattn.backends.triton import pair_in_order
 from evoattn.backends.triton.ahead import compile_ahead
-from evoattn.backends.triton.kernels import dkdv, dq, forward, key_bias, pair_copies, pair_gradient, statistics
-from evoattn.backends.triton.launch import Kernel
 from evoattn.core import devices
 from evoattn.core.config import Config
 from evoattn.core.inputs import Cotangents, Inputs, Outputs
 from tests.helpers.ahead_of_time import target
-
-KERNELS = [
-    each
-    for module in (dkdv, dq, forward, pair_copies, pair_gradient, key_bias, statistics)
-    for each in vars(module).values()
-    if isinstance(each, Kernel)
-]
+from tests.helpers.triton_kernels import KERNELS
 
 
 @pytest.fixture

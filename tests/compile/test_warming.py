@@ -177,7 +177,7 @@ def test_the_cards_of_a_machine_know_what_their_plans_ask(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
     monkeypatch.setattr(devices, "found", lambda device: cards[device.index])
     monkeypatch.setattr(of_triton, "_shared_memory", lambda device: 1000 + device.index)
-    monkeypatch.setattr(of_triton, "_cache", lambda device: 2000)
+    monkeypatch.setattr(of_triton, "cache_bytes", lambda device: 2000)
     monkeypatch.setattr(clusters, "of_this_machine", lambda size, shared, device: 132 // size - 1)
     local = local_cards()
     assert [(card.shared_memory, card.cache_bytes) for card in local] == [(1000, 2000), (1001, 2000), (1002, 2000)]

@@ -1,5 +1,6 @@
 """Fixtures of the tests of first calls and of slots."""
 
+import itertools
 import os
 import pathlib
 import threading
@@ -7,6 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+_TESTS = itertools.count()
 
 
 @pytest.fixture
@@ -20,7 +23,8 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(first_calls, "SLOT", f"evoattn-test-{os.getpid()}-")
+    # A worker of the test before gives its slot back a moment after the pool has dropped it.
+    monkeypatch.setattr(first_calls, "SLOT", f"evoattn-test-{os.getpid()}-{next(_TESTS)}-")
     monkeypatch.setattr(first_calls, "IDLE_S", 0.5)
     monkeypatch.setattr(first_calls, "helpers", first_calls.Helpers())
     new_process()

@@ -246,7 +246,8 @@ def test_a_process_that_judges_random_problems_has_no_workers(monkeypatch: pytes
     monkeypatch.setenv(first_calls.VARIABLE, "4")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    worker = Workers(4).worker()
+    worker = Workers(4).pool.make()
+    assert worker is not None
     try:
         assert worker.run(Task("os:getenv", (first_calls.VARIABLE,))).result == "0"
         assert worker.run(Task("os:getenv", ("CUDA_VISIBLE_DEVICES",))).result == "3"

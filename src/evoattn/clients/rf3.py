@@ -96,7 +96,7 @@ def _attends_atoms(self: Any, A_I: Tensor, S_I: Tensor, Z_II: Tensor, Beta_II: A
 
 
 def _attend(self: Any, a: Tensor, bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Gated attention `[..., I, H * D]`; bias `[..., I, I, H]`, shared by all samples that a holds more of."""
+    """Gated attention `[..., I, H * D]`; bias `[..., I, I, H]`, shared by further leading axes of a, its samples."""
     q, k, v = (x.transpose(-2, -3) for x in (q, k, self.to_v(a)))
     o = attention(q, k.to(q.dtype), v.to(q.dtype), [bias.movedim(-1, -3)], scaled=False, empty_rows="native")
     gated: Tensor = self.to_g(a) * o.transpose(-2, -3)

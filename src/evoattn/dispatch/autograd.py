@@ -104,11 +104,11 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: Needs) -
     from_p = len(saved) == count + len(SavedProbabilities._fields)
     outputs = SavedProbabilities._make(saved[count:]) if from_p else Outputs._make(saved[count:])
     work = BackwardPass(Inputs._make(saved[:count]), call.options, Cotangents(do, dlse), outputs, needs)
-    run = None if seen or torch.is_grad_enabled() else _recall(call, work)
+    run = None if seen or torch.is_grad_enabled() else _recall_backward(call, work)
     return _by_operator(call, work) if run is None else run(work)
 
 
-def _recall(call: OperatorCall, work: BackwardPass) -> Callable[[BackwardPass], Gradients] | None:
+def _recall_backward(call: OperatorCall, work: BackwardPass) -> Callable[[BackwardPass], Gradients] | None:
     """Return a function that runs the plan of this backward and of later equal ones; None if the operator must run it."""
     identity = call.key(work.inputs)
     if identity is None:
@@ -119,7 +119,7 @@ def _recall(call: OperatorCall, work: BackwardPass) -> Callable[[BackwardPass], 
     tensors = [x for x in work.tensors if x is not None]
     run: Callable[[BackwardPass], Gradients] | None = guards.recall(key, tensors)
     if run is None and guards.autocasts() is not None and guards.ordinary(tensors):
-        run = _prepare(call, work, joined, columns)
+        run = _prepare_backward(call, work, joined, columns)
         if run is not None:
             guards.remember(key, tensors, run)
     return run
@@ -133,7 +133,7 @@ def _columns(work: BackwardPass) -> tuple[list[Tensor], Columns | None]:
     return joined, columns_of(joined) if all_needed and work.options.layout == "bnlhd" else None
 
 
-def _prepare(
+def _prepare_backward(
     call: OperatorCall, work: BackwardPass, joined: list[Tensor], columns: Columns | None
 ) -> Callable[[BackwardPass], Gradients] | None:
     """Plan a backward; None if its canonical tensors are no views of the same elements.

@@ -63,10 +63,11 @@ tuned_tiles.listeners.append(forget)
 
 @dataclasses.dataclass(eq=False)
 class DirectCall(OperatorCall):
-    """A call that runs its plan in place of the operator. Its backward has the user's axes.
+    """A call that runs its plan where an `OperatorCall` runs the operator. Its backward has the user's axes.
 
     Args:
-        options, casts: as there.
+        options: of the call, settled.
+        casts: True if it was prepared under autocast. Its inputs then had autocast's dtype already.
         records: whether autograd records the call.
         plan: of the forward.
         saves_p: whether the plan may save the probabilities in place of the statistic.

@@ -1,9 +1,9 @@
 """Groups of heads, launched one after another if the pair bias streams, so that it stays in the L2 cache.
 
-The blocks of a launch go through the pair bias of all their heads for every few rows n, and through the other tensors in step,
-more or less. What one of them has brought in another one finds in the L2 cache if that is not too much: at 2,048 queries and
-keys the pair bias of four heads is 67 MB in float32. So a call's main kernels are launched for a few heads at a time, on parts
-of the same tensors. Where the pair bias stays in shared memory this gains nothing, and each change of it costs.
+The blocks of a launch read the pair bias of all their heads for every few rows n. They share it through the L2 cache if it
+fits: at 2,048 queries and keys the pair bias of four heads is 67 MB in float32. So a call's main kernels are launched for a few
+heads at a time, on parts of the same tensors. If the pair bias stays in shared memory, this gains nothing, and each change of
+heads costs time.
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ def available() -> int:
 
 @contextlib.contextmanager
 def single_threaded(threads: int) -> Iterator[None]:
-    """In this block this thread does its operations alone, if `threads` share work; afterwards it has what it had before.
+    """Run this thread's operations alone in this block, if `threads` share work; restore its threads afterwards.
 
-    What OpenMP's other threads have done last they wait for more of, with all their might, for some milliseconds. So what comes
-    just before work that is shared had better not wake them.
+    OpenMP's threads spin for milliseconds after a parallel region, and so take the cores. No operation just before shared work
+    may start one.
     """
     if threads <= 1:
         yield

@@ -157,8 +157,8 @@ class QueryGradients(Kernel):
         unit = self.keys * TERMS
         sTerms = smem.allocate_array(self.dtype, WG * ST * unit if self.key_bias else 8, byte_alignment=128)
         stats = smem.allocate_array(Float32, 3 * MMA_M, byte_alignment=128)  # -lse, -delta, dlse of a row's queries
-        # The rows n that consumers work on, whether another one of the panel follows, and their live tiles of keys: four, since
-        # row it + 4 comes when all have taken it + 3, and so left it + 2, for which what was left of it + 1 had to be summed.
+        # Of each row n that consumers work on: n, whether another one of the panel follows, and its live tiles of keys. There
+        # are four slots: the producer writes row r + 4 when every consumer has read row r + 3. Then row r + 1 is summed.
         sWork = smem.allocate_tensor(Int32, cute.make_layout((4, 3)))
         rings = consumer.QueryRings(Ring.allocate(smem, WG * ST, sleeps=True), Ring.allocate(smem, 1, sleeps=True))
         parts_empty, inbox_full, inbox_empty = (smem.allocate_array(Int64, 1) for _ in range(3))

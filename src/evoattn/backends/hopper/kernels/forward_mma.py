@@ -44,8 +44,8 @@ class ForwardRow(namedtuple("ForwardRow", "acc_S0 acc_S1 acc_O m l")):
 class ForwardOperands(namedtuple("ForwardOperands", "tSrQ tSsQ tSrAlpha tSrK tSrTerms tSrPair tSrIdentity tOrV")):
     """Operands of the products, as fragments of a thread.
 
-    tSrQ, tSsQ: queries in registers, and in shared memory. tSrA, tSrB: coefficients and terms of the key bias. tSrP, tSrI:
-    the pair bias, and the identity over scale. tSrK, tOrV: keys and values.
+    tSrQ, tSsQ: queries in registers, and in shared memory. tSrAlpha, tSrTerms: coefficients and terms of the key bias.
+    tSrPair, tSrIdentity: the pair bias, and the identity over scale. tSrK, tOrV: keys and values.
     """
 
 

@@ -51,11 +51,11 @@ class Ring:
             arch.mbarrier_init(self.empty + stage, consumers)
 
     def of(self, part: Any, stages: int) -> Ring:
-        """One of several rings that lie side by side."""
+        """Return ring number `part` of several that lie side by side, each of so many stages."""
         return dataclasses.replace(self, part=part, stages=stages)
 
     def at(self, offset: Any, stages: int) -> Ring:
-        """The one whose first stage has this number."""
+        """Return the ring whose first stage is stage `offset` of all."""
         return dataclasses.replace(self, offset=offset, stages=stages)
 
     def start(self) -> Slot:

@@ -68,7 +68,7 @@ def panel_start(index: Int32, blocks: Int32, heads: Int32, panels: Int32, n: Int
 
 @cute.jit
 def panel_phase(panel: Int32, blocks: Int32, heads: Int32, panels: Int32, n: Int32, lq: Int32) -> Int32:
-    """The position in a panel at which the first stretch begins that does not come from the panel before."""
+    """Return the position in a panel at which the first block begins that starts inside the panel."""
     _, _, head_weight = _weights(panels, n, lq)
     begin = head_weight * (panel // panels) + 8 * n * (panel % panels)
     each = Float32(head_weight * heads) / Float32(blocks)

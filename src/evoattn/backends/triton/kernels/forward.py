@@ -179,41 +179,15 @@ def forward_kernel(
             stop = tl.minimum(end, full)
         for tile in tl.range(begin, stop, num_stages=V.STAGES):
             b_acc, b_max, b_sum = _step(
-                b_q,
-                b_acc,
-                b_max,
-                b_sum,
-                k,
-                v,
-                key_bias,
-                pair,
-                place,
-                tile * V.BLOCK_K,
-                unit,
-                lk,
-                V,
-                BLOCK_K=V.BLOCK_K,
-                TAIL=False,
-            )
+                b_q, b_acc, b_max, b_sum, k, v, key_bias, pair, place, tile * V.BLOCK_K, unit, lk, V,
+                BLOCK_K=V.BLOCK_K, TAIL=False,
+            )  # fmt: skip
     if not V.EVEN_K:  # noqa: SIM102 (this one is resolved when the kernel is compiled, the next one when it runs)
         if end > full:
             b_acc, b_max, b_sum = _step(
-                b_q,
-                b_acc,
-                b_max,
-                b_sum,
-                k,
-                v,
-                key_bias,
-                pair,
-                place,
-                full * V.BLOCK_K,
-                unit,
-                lk,
-                V,
-                BLOCK_K=V.TAIL_K,
-                TAIL=True,
-            )
+                b_q, b_acc, b_max, b_sum, k, v, key_bias, pair, place, full * V.BLOCK_K, unit, lk, V,
+                BLOCK_K=V.TAIL_K, TAIL=True,
+            )  # fmt: skip
 
     wait_to_store(V.WAIT)
     b_o, b_lse = finish(b_acc, b_max, b_sum)

@@ -86,7 +86,8 @@ def evoformer_attention(
         mask: bool, `[*, N, Lk]` or `[*, N, 1, 1, Lk]` or anything that broadcasts to them; True = attend.
         mask_bias: additive, of the same shapes as mask, of any of the dtypes of q.
         pair_bias: additive, of any of the dtypes of q, any shape that broadcasts to `[*, N, H, Lq, Lk]`. Leave an axis along
-            which it does not vary at size 1: it is then neither read nor differentiated more than once.
+            which it does not vary at size 1: it is then neither read nor differentiated more than once. Axes are aligned at
+            the right, as torch does: without its row axis, a bias of B batches is one of N rows if B equals N.
         gate: the gate before its sigmoid, of q's dtype, `[*, N, Lq, H, C]` or `[*, N, H, Lq, C]`. It does not broadcast.
         scale: factor on Q K^T; None is `D ** -0.5`.
         layout: the order of axes in q, k, v, gate and in the output.

@@ -34,7 +34,7 @@ assert loop.count("\\n") < 4 * BLOCK // 128, loop
 
 
 @pytest.mark.parametrize(("code", "interpret"), [(INTERPRETED, "1"), (COMPILED, "0")], ids=["numbers", "instructions"])
-def test_the_kernel(code: str, interpret: str) -> None:
+def test_exp2_kernel_computes_powers_in_few_instructions(code: str, interpret: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": interpret}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -287,7 +287,7 @@ def test_boltzgen(layers: bool, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("layers", [False, True])
-def test_openfold(layers: bool, device: torch.device) -> None:
+def test_openfold_graphs_equal_calls_without_recordings(layers: bool, device: torch.device) -> None:
     evoformer = module("openfold.model.evoformer")
     widths = {"c_m": 12, "c_z": 8, "c_hidden_msa_att": 4, "c_hidden_opm": 4, "c_hidden_mul": 8, "c_hidden_pair_att": 4}
     more = {

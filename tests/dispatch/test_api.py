@@ -272,7 +272,7 @@ def test_deterministic_follows_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 @pytest.mark.parametrize("layout", ["bnlhd", "bnhld"])
-def test_a_gate(layout: Layout, backend: str) -> None:
+def test_gate_multiplies_the_output_alone(layout: Layout, backend: str) -> None:
     """It multiplies O by its sigmoid, leaves the LSE alone, and leaves O out of what the backward keeps but for the gated O."""
     inputs = make(layout=layout, gate="random", dtype=torch.float64)
     gated, lse = call(inputs, layout=layout, backend=backend, return_lse=True)

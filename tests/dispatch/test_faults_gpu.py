@@ -167,7 +167,7 @@ else:
 
 
 @pytest.mark.parametrize("cuda", ["before", "after"])
-def test_a_fork(cuda: str) -> None:
+def test_forked_process_computes_after_calls_of_its_parent(cuda: str) -> None:
     """After a forward on the CPU a child may use the GPU and run backwards. After a call on the GPU it may call on the CPU.
 
     That a child of a process with CUDA cannot use CUDA, nor run a backward, are torch's own limits.

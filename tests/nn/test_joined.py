@@ -61,7 +61,7 @@ def memory(x: Tensor) -> int:
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
-def test_what_is_no_columns(other: list[Tensor]) -> None:
+def test_tensors_apart_are_not_joined_columns(other: list[Tensor]) -> None:
     """Each gradient has memory of its own."""
     actual = gradients(other)
     assert len({memory(x) for x in actual}) == 3

@@ -50,7 +50,7 @@ def by_hand(layers: PairBlock, z: Tensor, mask: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("options", [{}, {"activation": "relu", "bias": True}], ids=str)
-def test_the_layers_one_after_the_other(options: dict[str, Any], masked: bool) -> None:
+def test_pair_block_agrees_with_its_layers_in_turn(options: dict[str, Any], masked: bool) -> None:
     module, (_, z, _, mask) = block(**options).eval(), inputs()
     pair_mask = mask if masked else None
     actual, right = module(z, pair_mask), by_hand(module, z, pair_mask)
@@ -60,7 +60,7 @@ def test_the_layers_one_after_the_other(options: dict[str, Any], masked: bool) -
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def test_the_single_track() -> None:
+def test_pairformer_block_agrees_with_its_layers_in_turn() -> None:
     module, (s, z, mask, pairs) = pairformer().eval(), inputs()
     new_s, new_z = module(s, z, mask, pairs)
     right_z = by_hand(module.pair_stack, z, pairs)

@@ -19,7 +19,7 @@ from evoattn.testing import relative_error
 from tests.nn.standins import filled, gradients, installed, normal
 
 
-def test_names() -> None:
+def test_from_openfold3_renames_attention_alone() -> None:
     """State dicts of whole models: prefixes stay, and so do the names of all other layers."""
     state = {
         "a.tri_att_start.layer_norm.weight": 0,
@@ -102,7 +102,7 @@ OPENFOLD: dict[str, tuple[str, Callable[[Any], Any], Callable[[], list[Tensor]],
 
 @pytest.mark.parametrize("layer", OPENFOLD)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_openfold(layer: str, dtype: torch.dtype) -> None:
+def test_openfold_layers_agree_after_replace(layer: str, dtype: torch.dtype) -> None:
     """Its state dict loads as it is; outputs and all gradients are those of its own class, loaded or replaced.
 
     Padding is compared in float32 alone: in float64 -1e9 leaves a score of a row without a key seven digits.

@@ -136,7 +136,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("options", [{}, {"_mask_trans": False}, {"chunk_size": 4, "_attn_chunk_size": 2, "use_lma": True}])
-def test_openfold(options: dict[str, Any], training: bool) -> None:
+def test_openfold_blocks_agree_after_replace(options: dict[str, Any], training: bool) -> None:
     original = filled(Stack()).train(training)
     replaced, z = copy.deepcopy(original), normal(2, 7, 7, CHANNELS)
     assert "" in evoattn_nn.replace(replaced)
@@ -169,7 +169,7 @@ def test_random_numbers_of_boltzgen(training: bool, dtype: torch.dtype) -> None:
         assert torch.equal(torch.rand(3), after) and (DRAWN[:4] == DRAWN[4:] or not training)
 
 
-def test_opendde(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opendde_blocks_agree_after_replace(monkeypatch: pytest.MonkeyPatch) -> None:
     original = filled(Dde()).train()
     replaced, leaves, bias = copy.deepcopy(original), [normal(7, 6), normal(7, 7, CHANNELS)], normal(7, 7).detach()
     assert "" in evoattn_nn.replace(replaced)
@@ -229,7 +229,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("mask", [None, LENGTHS], ids=["whole", "padded"])
-def test_esmfold(mask: Tensor | None, dropout: float, training: bool, counted: list[str]) -> None:
+def test_esmfold_blocks_agree_after_replace(mask: Tensor | None, dropout: float, training: bool, counted: list[str]) -> None:
     original = esmfold(dropout).train(training)
     replaced, leaves = copy.deepcopy(original), states()
     assert sorted(evoattn_nn.replace(replaced)) == [

@@ -186,7 +186,7 @@ REAL = [
 
 
 @pytest.mark.parametrize(("module", "name"), REAL)
-def test_openfold(module: str, name: str) -> None:
+def test_openfold_multiplications_agree_after_replace(module: str, name: str) -> None:
     """Outputs, gradients, and what is written in place."""
     original = filled(getattr(installed(module), name)(CHANNELS, HIDDEN))
     replaced = copy.deepcopy(original)
@@ -203,7 +203,7 @@ def test_openfold(module: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["TriangleMultiplicationOutgoing", "TriangleMultiplicationIncoming"])
-def test_boltz(name: str) -> None:
+def test_boltz_multiplications_agree_after_replace(name: str) -> None:
     """In float32, where Boltz multiplies; `test_blocks` compares gradients in float64."""
     original = filled(getattr(installed("boltz.model.layers.triangular_mult"), name)(CHANNELS)).float()
     replaced = copy.deepcopy(original)

@@ -283,7 +283,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_processes(tmp_path_factory.mktemp("few"), "few")
 
 
-def test_a_block(results: Any) -> None:
+def test_sharded_block_agrees_with_one_process(results: Any) -> None:
     """Outputs and all gradients."""
     for name, error in results["errors"].items():
         assert error < 1e-10, name
@@ -298,7 +298,7 @@ def test_all_layers(tmp_path: pathlib.Path) -> None:
         assert error < 1e-10, name
 
 
-def test_what_is_sent(results: Any) -> None:
+def test_sharded_block_runs_the_expected_collectives(results: Any) -> None:
     """Of a multiplication three all-to-alls for each of two slices of channels. Of the block these twice, the bias and its
     gradient, what one attention exchanges, keys and mask of the single track.
     """
@@ -330,7 +330,7 @@ def test_what_is_sent(results: Any) -> None:
         ("in place", "ValueError: in_place=True takes no DTensors"),
     ],
 )
-def test_what_does_not_fit(name: str, words: str, results: Any) -> None:
+def test_unsplittable_arguments_of_a_block_are_refused(name: str, words: str, results: Any) -> None:
     assert re.match(words, results["refused"][name])
 
 

@@ -214,7 +214,7 @@ def test_rows_drop_the_same_entries(results: Any) -> None:
         assert bool((x == x[:1]).all())
 
 
-def test_what_is_sent(results: Any) -> None:
+def test_sharded_layers_run_the_expected_collectives(results: Any) -> None:
     """The bias once and the gradients of it; around the ending node z, the mask and the update too, once each."""
     gather, exchange = "c10d._allgather_base_", "c10d.alltoall_base_"
     assert results["sent"] == {
@@ -237,5 +237,5 @@ def test_what_is_sent(results: Any) -> None:
         ("another layer", "TypeError: m must be a plain tensor, got a DTensor: gather it first"),
     ],
 )
-def test_what_does_not_fit(name: str, words: str, results: Any) -> None:
+def test_unsplittable_arguments_of_a_layer_are_refused(name: str, words: str, results: Any) -> None:
     assert re.match(words, results["refused"][name])

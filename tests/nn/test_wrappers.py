@@ -185,7 +185,7 @@ def traced(layer: nn.Module, inputs: list[Tensor]) -> Any:
 
 
 @EACH
-def test_a_trace(name: str) -> None:
+def test_traced_layer_agrees_with_the_layer(name: str) -> None:
     """It is of other values, and is right for other lengths too."""
     layer = layer_of(name)
     loaded = traced(layer, example(name, seed=9)[0])

@@ -120,7 +120,7 @@ def test_a_worker_that_lost_its_gpu_is_replaced() -> None:
     assert second.what not in first.what
 
 
-def test_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fuzz_reports_the_smallest_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Counts, the smallest problem, a line that runs, the file, and exit status 1."""
     output = tmp_path / "found.json"
     assert command.fuzz(wish("five_keys", backends=("tiled", "reference"), cases=8), output) == 1

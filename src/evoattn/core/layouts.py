@@ -50,7 +50,7 @@ def empty_gradients(
     inputs: Inputs, layout: str, needs: Sequence[bool], device: torch.device | str | None = None
 ) -> tuple[Tensor | None, ...]:
     """Uninitialised dq, dk, dv and dgate of canonical inputs, None for one that `needs` does not ask for."""
-    wanted = zip((*inputs.qkv, inputs.gate), (*needs[:3], needs[5]), strict=True)
+    wanted = zip((*inputs.qkv, inputs.gate), (needs[0], needs[1], needs[2], needs[5]), strict=True)
     return tuple([empty(x.shape, layout, x, device) if need and x is not None else None for x, need in wanted])
 
 

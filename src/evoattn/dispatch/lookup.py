@@ -131,7 +131,8 @@ def _signature(work: ForwardPass | BackwardPass) -> tuple[Any, ...]:
 def _make(work: ForwardPass | BackwardPass) -> Plan:
     inputs, options = work.inputs, work.options
     scale, config, deterministic = options.scale, options.config or Config(), bool(options.deterministic)
-    needs = work.needs if isinstance(work, BackwardPass) else NO_GRADIENTS
+    # A plain tuple: the compiler of torch 2.7, which may trace a backend, fails at a slice of a named one.
+    needs: Any = tuple(work.needs if isinstance(work, BackwardPass) else NO_GRADIENTS)
     problem = describe(inputs, scale=scale, needs=needs, deterministic=deterministic)
     if scale is not None and not math.isfinite(scale):  # a number that torch.compile traced as a symbol
         raise ValueError(f"scale must be finite, got {scale}")

@@ -147,6 +147,17 @@ def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(single: bool, m
     assert sum(count.passed_on.values()) == (0 if single else 2), "what is inside counts"
 
 
+def test_pace_of_a_step_of_boltz_1_is_told_by_its_cached_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second step has no pair representation."""
+    sizes: list[tuple[int, ...]] = []
+    monkeypatch.setattr(boltz, "host_sets_pace", lambda x, *numbers: sizes.append(numbers) or True)
+    client, s = types.SimpleNamespace(num_heads=4), torch.zeros(2, 5, 3)
+    forward = boltz.unless_host_bound(lambda original, count: original)(lambda *args, **named: "original", Count())
+    for z, cache in ((torch.zeros(1, 5, 7, 8), {}), (None, {"z": torch.zeros(1, 4, 5, 7)})):
+        assert forward(client, s, z, mask=torch.ones(2, 7), model_cache=cache) == "original"
+    assert sizes == [(5, 7, 2 * 4 * 5 * 7)] * 2
+
+
 def test_float32_attention_with_pair_bias_of_few_residues_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer if a gradient may be wanted; none that is replayed as a CUDA graph, and no other layer."""
     monkeypatch.setattr(client_layers, "is_float32_on_gpu", lambda args: args[0] is not None)

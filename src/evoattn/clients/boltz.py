@@ -21,8 +21,9 @@ def unless_host_bound(replace: Replace, *, counted: bool = True) -> Replace:
     def wrap(original: Any, count: Count) -> Any:
         replacement = replace(original, count)
 
-        def forward(self: Any, s: Tensor, z: Tensor, *rest: Any, **named: Any) -> Any:
-            queries, keys = z.shape[-3:-1]
+        def forward(self: Any, s: Tensor, z: Tensor | None, *rest: Any, **named: Any) -> Any:
+            # From Boltz-1's second step on z is None, and its projection `[B, H, Q, K]` is in the cache.
+            queries, keys = named["model_cache"]["z"].shape[-2:] if z is None else z.shape[-3:-1]
             if not host_sets_pace(s, queries, keys, s.shape[0] * self.num_heads * queries * keys):
                 return replacement(self, s, z, *rest, **named)
             if counted:

@@ -16,6 +16,14 @@ from tests.helpers.boltz import SMALL
 from tests.helpers.recorders import Traced
 
 
+def coordinates(module: Any, feats: dict[str, Any], **options: Any) -> Tensor:
+    """Coordinates that a diffusion module samples with the same random numbers each time."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        sample = module.sample(atom_mask=feats["atom_pad_mask"], feats=feats, **options)
+    return sample["sample_atom_coords"]  # type: ignore[no-any-return]
+
+
 def second(module: Any, samples: int, steps: int, length: int = 8) -> Tensor:
     """Coordinates that Boltz-2's diffusion samples, of random features."""
     from boltz.model.modules.encodersv2 import get_indexing_matrix, single_to_keys
@@ -39,21 +47,17 @@ def second(module: Any, samples: int, steps: int, length: int = 8) -> Tensor:
         "atom_dec_bias": draw(5, 1, windows, 32, 128, 4),
         "token_trans_bias": draw(6, 1, tokens, tokens, 4),
     }
-    torch.manual_seed(1)
-    with torch.no_grad():
-        sample = module.sample(
-            atom_mask=feats["atom_pad_mask"],
-            num_sampling_steps=steps,
-            multiplicity=samples,
-            max_parallel_samples=None,
-            steering_args=dict.fromkeys(("fk_steering", "physical_guidance_update", "contact_guidance_update"), False),
-            s_trunk=draw(7, 1, tokens, 8),
-            s_inputs=draw(8, 1, tokens, 8),
-            feats=feats,
-            diffusion_conditioning=conditioning,
-        )
-    coordinates: Tensor = sample["sample_atom_coords"]
-    return coordinates
+    return coordinates(
+        module,
+        feats,
+        num_sampling_steps=steps,
+        multiplicity=samples,
+        max_parallel_samples=None,
+        steering_args=dict.fromkeys(("fk_steering", "physical_guidance_update", "contact_guidance_update"), False),
+        s_trunk=draw(7, 1, tokens, 8),
+        s_inputs=draw(8, 1, tokens, 8),
+        diffusion_conditioning=conditioning,
+    )
 
 
 def first(module: Any, samples: int, steps: int, length: int = 8) -> Tensor:
@@ -70,22 +74,18 @@ def first(module: Any, samples: int, steps: int, length: int = 8) -> Tensor:
         "token_pad_mask": torch.ones(1, tokens),
         "atom_to_token": nn.functional.one_hot(torch.arange(atoms) % tokens, tokens)[None].float(),
     }
-    torch.manual_seed(1)
-    with torch.no_grad():
-        sample = module.sample(
-            atom_mask=feats["atom_pad_mask"],
-            num_sampling_steps=steps,
-            multiplicity=samples,
-            max_parallel_samples=samples,
-            steering_args=None,
-            s_trunk=draw(7, 1, tokens, 8),
-            s_inputs=draw(8, 1, tokens, 79),
-            z_trunk=draw(9, 1, tokens, tokens, 8),
-            relative_position_encoding=draw(10, 1, tokens, tokens, 8),
-            feats=feats,
-        )
-    coordinates: Tensor = sample["sample_atom_coords"]
-    return coordinates
+    return coordinates(
+        module,
+        feats,
+        num_sampling_steps=steps,
+        multiplicity=samples,
+        max_parallel_samples=samples,
+        steering_args=None,
+        s_trunk=draw(7, 1, tokens, 8),
+        s_inputs=draw(8, 1, tokens, 79),
+        z_trunk=draw(9, 1, tokens, tokens, 8),
+        relative_position_encoding=draw(10, 1, tokens, tokens, 8),
+    )
 
 
 @pytest.mark.slow

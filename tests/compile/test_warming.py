@@ -175,7 +175,7 @@ def test_the_cards_of_a_machine_know_what_their_plans_ask(monkeypatch: pytest.Mo
     a100, h200 = (dataclasses.replace(cards_of(arch)[0], shared_memory=0, cache_bytes=0) for arch in ("sm_80", "sm_90"))
     cards = [a100, h200, h200]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
-    monkeypatch.setattr(devices, "found", lambda device: cards[device.index])
+    monkeypatch.setattr(devices, "local_card", lambda device: cards[device.index])
     monkeypatch.setattr(of_triton, "_shared_memory", lambda device: 1000 + device.index)
     monkeypatch.setattr(of_triton, "cache_bytes", lambda device: 2000)
     monkeypatch.setattr(clusters, "of_this_machine", lambda size, shared, device: 132 // size - 1)

@@ -153,7 +153,7 @@ class _ProblemRun:
         def check(done: float) -> None:
             if limit is None:
                 return
-            machine.synchronize(self.device)  # what was asked of it is not done yet
+            machine.synchronize(self.device)  # the device may still be computing
             passed = self.clock.now() - begun
             if passed > _SURE_SHARE * limit and passed / done > limit:
                 self._mark_incomplete()

@@ -65,12 +65,12 @@ def planned_for(card: Card) -> Iterator[None]:
 
 def card(device: torch.device) -> Card | None:
     """The NVIDIA GPU of a device, or the one that is planned for; None if there is neither."""
-    return _planned.get() or (found(device) if device.type == "cuda" and torch.version.hip is None else None)
+    return _planned.get() or (local_card(device) if device.type == "cuda" and torch.version.hip is None else None)
 
 
 @functools.cache
-def found(device: torch.device) -> Card:
-    """A card of this machine."""
+def local_card(device: torch.device) -> Card:
+    """Return the card of this machine."""
     properties = torch.cuda.get_device_properties(device)
     return Card(
         name=properties.name,

@@ -100,7 +100,7 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: Needs) -
     seen = guards.is_seen()
     if seen:  # perhaps by forward mode
         check_no_tangent(do, dlse)
-    saved, call, count = ctx.saved_tensors, ctx.call, len(Inputs._fields)
+    saved, call, count = ctx.saved_tensors, ctx.call, operators.INPUTS
     from_p = len(saved) == count + len(SavedProbabilities._fields)
     outputs = SavedProbabilities._make(saved[count:]) if from_p else Outputs._make(saved[count:])
     work = BackwardPass(Inputs._make(saved[:count]), call.options, Cotangents(do, dlse), outputs, needs)

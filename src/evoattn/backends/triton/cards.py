@@ -67,7 +67,7 @@ def _shared_memory(device: torch.device) -> int:
 
 def _card(device: torch.device) -> devices.Card | None:
     """The card that is planned for, or the NVIDIA or AMD GPU of a device; None if there is neither."""
-    return devices.planned() or (devices.found(device) if device.type == "cuda" else None)
+    return devices.planned() or (devices.local_card(device) if device.type == "cuda" else None)
 
 
 def cache_bytes(device: torch.device) -> int:

@@ -117,13 +117,15 @@ def test_what_others_put_over_ours_stays_when_patched_again(toy: Any) -> None:
         patched.undo()
 
 
-@pytest.mark.parametrize("change", ["text", "gone", "no source"])
+@pytest.mark.parametrize("change", ["text", "gone", "no source", "wrapped"])
 def test_code_that_has_moved_is_refused_and_nothing_is_replaced(toy: Any, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original = toy.layers._attention
     if change == "text":
         monkeypatch.setitem(sources()["toy"]["1.0"], "toy_client.layers:dispatch", "another")
     elif change == "gone":
         monkeypatch.delattr(toy.layers, "dispatch")
+    elif change == "wrapped":
+        monkeypatch.setattr(toy.layers, "dispatch", functools.wraps(toy.layers.dispatch)(lambda *args: None))
     else:
         monkeypatch.setattr(toy.layers, "dispatch", len)
     with pytest.raises(evoattn.clients.UnknownRelease, match=r"toy 1\.0 .* toy_client\.layers:dispatch; known are 0\.9, 1\.0"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
+import io
 import pathlib
 import sys
 import types
@@ -29,6 +31,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch was built without gloo, which these processes talk through", allow_module_level=True)
 
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
 
 PROCESSES, LENGTH, SINGLE = 3, 7, 6
 """The processes have 3, 3 and 1 rows."""
@@ -128,7 +131,8 @@ def stand_in() -> None:
     of_pairs = f"{openfold3}.latent.base_blocks.PairBlock"
     BLOCKS[f"{Pairs.__module__}.Pairs"], KINDS[f"{Pairs.__module__}.Pairs"] = BLOCKS[of_pairs], KINDS[of_pairs]
     KINDS[f"{__name__}.Block"] = KINDS[f"{openfold3}.latent.pairformer.PairFormerBlock"]
-    KINDS[f"{__name__}.Layer"] = KINDS[f"{boltz}.layers.pairformer.PairformerLayer"]
+    of_layer = f"{boltz}.layers.pairformer.PairformerLayer"
+    BLOCKS[f"{__name__}.Layer"], KINDS[f"{__name__}.Layer"] = BLOCKS[of_layer], KINDS[of_layer]
     dropout = types.ModuleType(f"{boltz}.layers.dropout")
     dropout.get_dropout_mask = get_dropout_mask  # type: ignore[attr-defined]
     sys.modules[dropout.__name__] = dropout
@@ -213,14 +217,20 @@ def gathers(mesh: Any) -> dict[str, int]:
 def refused(mesh: Any) -> dict[str, str]:
     distributed = stack(Layer)
     distribute(distributed, mesh)
-    changed = stack(Layer)
-    changed.alone.tri_att_start = nn.Linear(3, 3)
     calls: dict[str, Callable[[], Any]] = {
         "twice": lambda: distribute(distributed, mesh),
         "copied": lambda: copy.deepcopy(distributed),
+        "saved": lambda: torch.save(distributed, io.BytesIO()),
         "unknown": lambda: distribute(nn.Linear(3, 3), mesh),
-        "a layer": lambda: distribute(changed, mesh),
     }
+    for name, change in CHANGES.items():
+        changed = stack(Layer)
+        change(changed.alone)
+        calls[name] = functools.partial(distribute, changed, mesh)
+    later = copy.deepcopy(stack(Layer))
+    distribute(later, mesh)
+    later.alone.tri_mul_in.register_forward_hook(lambda *_: None)
+    calls["a hook that comes later"] = lambda: outcome(later, 3)
     said = {}
     for name, call in calls.items():
         try:
@@ -231,13 +241,64 @@ def refused(mesh: Any) -> dict[str, str]:
     return said
 
 
+class Half(Attention):
+    """Overrides the forward of a layer."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return 0.5 * super().forward(*args, **named)
+
+
+def _own_forward(module: Any) -> None:
+    original = module.forward
+    module.forward = lambda *args, **named: original(*args, **named)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a layer": lambda block: setattr(block, "tri_att_start", nn.Linear(3, 3)),
+    "a hook on a layer": lambda block: block.tri_mul_out.register_forward_hook(lambda *_: None),
+    "a hook on the attention of s": lambda block: block.attention.register_forward_hook(lambda *_: None),
+    "a forward of a layer": lambda block: _own_forward(block.tri_mul_in),
+    "a subclass of a layer": lambda block: setattr(block.tri_att_end, "__class__", Half),
+    "a forward of a block": _own_forward,
+}
+
+
+def with_weights(mesh: Any) -> dict[str, float]:
+    """Blocks whose weights are DTensors, in training: residuals, dropout and gradients."""
+    errors = {}
+    original = stack(Layer)
+    expected = outcome(original.train(), 3)
+    rank = mesh.get_local_rank()
+    for name, first in (("before", True), ("after", False)):
+        distributed = copy.deepcopy(original).train()
+        if not first:
+            distribute(distributed, mesh)
+        for block in (*distributed.blocks, distributed.alone):
+            distribute_module(block, mesh)
+        if first:
+            distribute(distributed, mesh)
+        drawn = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in outcome(distributed, 3 + rank)]
+        errors[f"DTensors {name}"] = worst([*drawn[:2], *drawn[3:]], [*expected[:2], *expected[3:]])
+    return errors
+
+
+def in_two_places(mesh: Any) -> float:
+    """A block that stands twice in a stack."""
+    original = stack(Layer).eval()
+    original.blocks[1] = original.blocks[0]
+    distributed = copy.deepcopy(original)
+    distribute(distributed, mesh)
+    return worst(outcome(distributed, 3), outcome(original, 3))
+
+
 def measure(which: str) -> dict[str, Any]:
     """Errors and messages, in one of the processes."""
     stand_in()
     mesh = init_device_mesh("cpu", (PROCESSES,))
     if which == "many":
         return all_errors(mesh)
-    return {"error": a_forward(mesh), "gathers": gathers(mesh), "refused": refused(mesh)}
+    errors = {"forward": a_forward(mesh), "two places": in_two_places(mesh), **with_weights(mesh)}
+    return {"errors": errors, "gathers": gathers(mesh), "refused": refused(mesh)}
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +308,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 def test_outputs_and_all_gradients(measured: list[Any]) -> None:
     for each in measured:
-        assert each["error"] < 1e-10
+        assert len(each["errors"]) == 4
+        for name, error in each["errors"].items():
+            assert error < 1e-10, name
 
 
 @pytest.mark.slow
@@ -266,10 +329,30 @@ def test_blocks_of_a_stack_pass_on_parts(measured: list[Any]) -> None:
 def test_distribute_refuses_unknown_and_distributed_blocks(measured: list[Any]) -> None:
     assert measured[0]["refused"] == {
         "twice": "blocks.0 is distributed already: call distribute once for a model",
-        "copied": "a distributed block cannot be copied: copy the model before evoattn.nn.distribute",
+        "copied": COPIED,
+        "saved": COPIED,
         "unknown": "no pair block of Linear is known: distribute takes models of openfold3, boltz, tests",
-        "a layer": "evoattn.nn has no Linear: call distribute before you exchange layers",
+        "a layer": "evoattn.nn has no Linear: keep the client's layers in the block, or leave it out",
+        "a hook on a layer": (
+            f"tri_mul_out has hooks, {NOT_CALLED}: put hooks and adapters on the block, or on projections and norms"
+        ),
+        "a hook on the attention of s": f"attention has hooks or a method of its own, {NOT_CALLED}: put it on the block",
+        "a forward of a layer": f"a In overrides forward of {In.__module__}.In, which evoattn.nn would not call",
+        "a subclass of a layer": (
+            f"a Half overrides forward of {Attention.__module__}.Attention, which evoattn.nn would not call"
+        ),
+        "a forward of a block": (
+            "a Layer has a forward of its own, which each process would run on all of z: distribute the model before you put "
+            "it on the block, and make it without activation checkpointing by fairscale"
+        ),
+        "a hook that comes later": (
+            f"tri_mul_in has hooks, {NOT_CALLED}: put hooks and adapters on the block, or on projections and norms"
+        ),
     }
+
+
+COPIED = "a distributed block cannot be copied or pickled: copy the model before, or save its state_dict"
+NOT_CALLED = "and evoattn.nn does not call it"
 
 
 def test_a_parameter_whose_gradient_would_not_be_summed() -> None:

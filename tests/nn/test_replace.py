@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -23,8 +24,20 @@ class Toy(evoattn_nn.TriangleAttention):
         for x in self.parameters():
             nn.init.normal_(x)
 
-    def forward(self, x: Tensor, mask: Any = None, chunk_size: Any = None, window: Any = None) -> Tensor:  # type: ignore[override]
-        raise AssertionError("the client's own forward was called")
+    def forward(self, x: Tensor, mask: Any = None, chunk_size: Any = None, window: Any = None, **switches: Any) -> Tensor:  # type: ignore[override]
+        return self.helped()
+
+    def helped(self) -> Tensor:
+        return helper()
+
+
+def helper() -> Tensor:
+    raise AssertionError("the client's own forward was called")
+
+
+def own_forward() -> Any:
+    """Expect that the client's own forward runs."""
+    return pytest.raises(AssertionError, match="the client's own forward was called")
 
 
 class Model(nn.Module):
@@ -197,13 +210,13 @@ class Precise(nn.Linear):
         self.precision = None
 
 
-def test_a_precision_that_is_set_later_is_refused(model: Model) -> None:
+def test_a_precision_that_is_set_later_is_left_to_the_client(model: Model) -> None:
     layer = model.layers[0]
     layer.mha.linear_q = Precise()
     evoattn_nn.replace(model)
     layer(torch.randn(1, 5, 5, 8))
     layer.mha.linear_q.precision = torch.float64
-    with pytest.raises(ValueError, match="mha.linear_q is computed in a precision of its own"):
+    with pytest.warns(UserWarning, match="mha.linear_q is computed in a precision of its own"), own_forward():
         layer(torch.randn(1, 5, 5, 8))
 
 
@@ -232,19 +245,73 @@ def test_a_replica_computes_with_its_own_parameters(model: Model) -> None:
 
 
 def test_hooks_inside_a_replaced_layer(model: Model) -> None:
-    """Those on projections run. Those on a module that ours does not call are refused."""
+    """Those on projections run. For those on a module that ours does not call, the client's own forward runs."""
     z, layer, seen = torch.randn(1, 5, 5, 8), model.layers[0], list[str]()
     evoattn_nn.replace(model)
     layer.mha.linear_q.register_forward_hook(lambda *_: seen.append("q"))
     layer(z)
     assert seen == ["q"]
     hook = layer.mha.register_forward_hook(lambda *_: seen.append("mha"))
-    with pytest.raises(ValueError, match="mha has hooks, and evoattn.nn does not call it"):
+    with pytest.warns(UserWarning, match="mha has hooks, and evoattn.nn does not call it"), own_forward():
         layer(z)
     hook.remove()
+    before = layer(z)
     layer.mha.forward = lambda *_: z
-    with pytest.raises(ValueError, match="mha has a forward of its own"):
+    with pytest.warns(UserWarning, match="mha has a forward of its own"), own_forward():
         layer(z)
+    del layer.mha.forward
+    assert torch.equal(layer(z), before)
+
+
+def put_in_place(function: Any) -> Any:
+    """A function of a program, with the name of the one that it calls. Its code lies in no package."""
+    names: dict[str, Any] = {"function": function, "functools": functools}
+    code = "@functools.wraps(function)\ndef put(*args, **named):\n    return function(*args, **named)\n"
+    exec(compile(code, "program.py", "exec"), names)
+    return names["put"]
+
+
+@pytest.mark.parametrize("name", ["forward", "helped"])
+def test_a_method_that_a_program_has_replaced_is_called(name: str, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before `replace` it is refused. Later the client's own forward runs, and ours again once the method is back."""
+    z, layer = torch.randn(1, 5, 5, 8), model.layers[0]
+    original = vars(Toy)[name]
+    monkeypatch.setattr(Toy, name, put_in_place(original))
+    with pytest.raises(ValueError, match=f"the layer is a Toy, and a program has replaced {name} of {__name__}"):
+        evoattn_nn.replace(model)
+    monkeypatch.setattr(Toy, name, original)
+    evoattn_nn.replace(model)
+    before = layer(z, None, 4)
+    monkeypatch.setattr(Toy, name, put_in_place(original))
+    with pytest.warns(UserWarning, match=f"a program has replaced {name}"), own_forward():
+        layer(z)
+    monkeypatch.setattr(Toy, name, original)
+    assert torch.equal(layer(z, None, 4), before), "the names of its arguments are known again"
+
+
+def test_a_function_that_a_method_calls_is_called(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    z = torch.randn(1, 5, 5, 8)
+    evoattn_nn.replace(model)
+    model(z)
+    monkeypatch.setitem(globals(), "helper", put_in_place(helper))
+    with pytest.warns(UserWarning, match="a program has replaced helper"), own_forward():
+        model(z)
+    with pytest.raises(ValueError, match="a program has replaced helper"):
+        evoattn_nn.replace(Toy())
+
+
+def test_tools_may_hook_every_module(model: Model) -> None:
+    z, seen = torch.randn(1, 5, 5, 8), set[nn.Module]()
+    evoattn_nn.replace(model)
+    for module in model.modules():
+        module.register_forward_hook(lambda module, *_: seen.add(module))
+    with pytest.warns(UserWarning, match="mha has hooks"), own_forward():
+        model(z)
+    own = evoattn_nn.PairBlock(8, 8, 4, 2).eval()
+    for module in own.modules():
+        module.register_forward_hook(lambda module, *_: seen.add(module))
+    own(z)
+    assert seen == {*own.modules()}
 
 
 def test_arguments_by_position(model: Model) -> None:

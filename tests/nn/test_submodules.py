@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evoattn.nn import (
@@ -18,7 +20,7 @@ from evoattn.nn import (
     TriangleAttention,
 )
 from evoattn.nn.submodules import has_global_hooks
-from evoattn.testing.changes import IN_PLACE, INSTEAD, Wrapper, change
+from evoattn.testing.changes import IN_PLACE, INSTEAD, change
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(weight_norm|spectral_norm|quantiz|deprecated).*")
 
@@ -90,7 +92,7 @@ def test_a_hook_on_all_modules_sees_each() -> None:
     layer, seen = triangle(starting=True), []
     with torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module)):
         layer(torch.randn(1, 6, 6, 16, dtype=torch.float64))
-    assert {type(module) for module in seen} == {TriangleAttention, nn.LayerNorm, nn.Linear}
+    assert {*seen} == {*layer.modules()}
 
 
 @pytest.mark.parametrize("register", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
@@ -129,16 +131,109 @@ def test_an_adapter_under_autocast_and_beside_a_narrower_input(dtype: torch.dtyp
     assert float((actual.detach().float() - wanted).norm() / wanted.norm()) < 0.05
 
 
-def test_what_is_put_around_a_container_is_refused() -> None:
-    z = torch.randn(1, 6, 6, 16, dtype=torch.float64)
+FUNCTIONS = {
+    "forward of Linear": (nn.Linear, "forward"),
+    "forward of LayerNorm": (nn.LayerNorm, "forward"),
+    "linear": (F, "linear"),
+    "layer_norm": (F, "layer_norm"),
+}
+
+
+@pytest.mark.parametrize("starting", [True, False])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_of_torch_that_a_program_has_replaced_is_called(
+    name: str, starting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, (owner, function) = triangle(starting), FUNCTIONS[name]
+    before, original = layer(z := torch.randn(1, 6, 6, 16, dtype=torch.float64)), getattr(owner, function)
+    monkeypatch.setattr(owner, function, lambda *args, **named: original(*args, **named) / 2)
+    assert_as_called(layer)
+    monkeypatch.undo()
+    assert torch.equal(triangle(starting)(z), before)
+
+
+def test_a_call_of_modules_that_a_program_has_replaced_sees_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, seen, original = triangle(starting=True), [], nn.Module.__call__
+
+    def call(self: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
+        seen.append(self)
+        return original(self, *args, **named)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(nn.Module, "__call__", call)
+    layer(torch.randn(1, 6, 6, 16, dtype=torch.float64))
+    assert {*seen} == {*layer.modules()}
+
+
+class Observed(nn.Parameter):
+    """A weight that a program wants to see multiplied."""
+
+    seen: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(getattr(func, "__name__", ""))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_a_weight_with_functions_of_its_own_sees_the_product() -> None:
     layer = triangle(starting=True)
-    layer.mha.register_forward_hook(lambda *_: None)
-    with pytest.raises(TypeError, match="mha has hooks or a forward of its own, and the layer never calls it"):
-        layer(z)
-    layer = triangle(starting=True)
-    layer.mha = Wrapper(layer.mha)  # type: ignore[assignment]
-    with pytest.raises(TypeError, match="mha must be the Attention that the layer made, got Wrapper"):
-        layer(z)
+    layer.mha.linear_q.weight = Observed(layer.mha.linear_q.weight.detach())
+    layer(torch.randn(1, 6, 6, 16, dtype=torch.float64))
+    assert "linear" in Observed.seen
+
+
+class Twice(nn.Module):
+    """A module around another one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return 2 * self.inner(*args, **named)
+
+
+def _own_forward(module: nn.Module) -> None:
+    original = module.forward
+    module.forward = lambda *args, **named: 2 * original(*args, **named)
+
+
+AROUND: dict[str, Callable[[nn.Module, str, nn.Module], Any]] = {
+    "hook": lambda _, __, module: module.register_forward_hook(lambda *inputs: 2 * inputs[-1]),
+    "a forward of its own": lambda _, __, module: _own_forward(module),
+    "wrapper": lambda parent, name, module: setattr(parent, name, Twice(module)),
+}
+
+
+@pytest.mark.parametrize("how", AROUND)
+@pytest.mark.parametrize("name", ["starting", "ending", "rows", "columns", "templates", "bias", "condition", "keys", "global"])
+def test_what_is_put_around_a_container_is_called(name: str, how: str) -> None:
+    torch.manual_seed(0)
+    m, z = torch.randn(1, 5, 6, 16), torch.randn(1, 6, 6, 16)
+    made: dict[str, tuple[nn.Module, tuple[Tensor | None, ...]]] = {
+        "starting": (TriangleAttention(16, 8, 2), (z, torch.ones(1, 6, 6))),
+        "ending": (TriangleAttention(16, 8, 2, starting=False), (z, torch.tril(torch.ones(1, 6, 6)))),
+        "rows": (MSARowAttentionWithPairBias(16, 16, 8, 2), (m, z, torch.ones(1, 5, 6))),
+        "columns": (MSAColumnAttention(16, 8, 2), (m, torch.ones(1, 5, 6))),
+        "templates": (TemplatePointwiseAttention(8, 16, 8, 2), (torch.randn(1, 3, 6, 6, 8), z, torch.ones(1, 3))),
+        "bias": (AttentionPairBias(16, 16, 8, 2), (m, z[None], None, torch.ones(1, 5, 6))),
+        "condition": (AttentionPairBias(16, 16, 8, 2, 12), (m, z[None], torch.randn(1, 5, 6, 12))),
+        "keys": (AttentionPairBias(16, 16, 8, 2), (m, torch.randn(1, 1, 6, 4, 16))),
+        "global": (MSAColumnGlobalAttention(16, 8, 2), (m, torch.ones(1, 5, 6))),
+    }
+    layer, inputs = made[name]
+    named = {"keys": torch.randn(1, 5, 4, 16)} if name == "keys" else {}
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    expected, seen = layer(*inputs, **named), []
+    path = {"columns": "_msa_att.mha", "global": "global_attention"}.get(name, "mha")
+    mha: Any = layer.get_submodule(path)
+    mha.linear_o.register_forward_hook(lambda *_: seen.append("inside"))
+    parent, _, attribute = path.rpartition(".")
+    AROUND[how](layer.get_submodule(parent), attribute, mha)
+    torch.testing.assert_close(layer(*inputs, **named), 2 * expected, rtol=1e-4, atol=1e-4)
+    assert seen == ["inside"]
 
 
 M, Z, MASK = (1, 5, 6, 16), (1, 6, 6, 8), (1, 5, 6)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from evoattn.clients.site import Client, Site
+from evoattn.nn.own_code import is_from
 
 SOURCES = pathlib.Path(__file__).with_name("sources.json")
 
@@ -60,6 +61,8 @@ def check_function(of: Client, site: Site) -> tuple[Any, str, Callable[..., Any]
     owner, name, function = site.find()
     if function is None:
         raise UnknownRelease(_unknown(of, f"has no {site}"))
+    if not inspect.isclass(function) and not is_from(function, site.module):
+        raise UnknownRelease(_unknown(of, f"holds a program's own {site}"))
     try:
         if digest(function) not in _known(of, site):
             raise UnknownRelease(_unknown(of, f"has another {site}"))

@@ -20,14 +20,15 @@ from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.axes import fits
 from evoattn.dispatch.distributed import Split, is_distributed
 from evoattn.fully_masked.means import EmptyRows, check_empty_rows, with_means
-from evoattn.nn.project import linear
+from evoattn.nn.project import linear, project
 from evoattn.nn.submodules import call, is_linear
 
 
 class Attention(nn.Module):
     """Projections of an attention: `linear_q`, `linear_k`, `linear_v`, the gate `linear_g` and the output product `linear_o`.
 
-    A layer projects its input by the modules in `inputs`, calls `attend`, and passes the result to `end`.
+    A layer projects its input by the modules in `inputs`, calls `attend`, and passes the result to `output`. It calls this
+    module instead if somebody has to see the call: there are hooks, a wrapper or shards around it.
 
     Args:
         c_q: channels of the output, and of the tensor that queries and gate are projected from.
@@ -77,9 +78,48 @@ class Attention(nn.Module):
         qkv = (self.linear_q, self.linear_k, self.linear_v)
         return qkv if self.linear_g is None else (*qkv, self.linear_g)
 
+    def forward(
+        self,
+        q_x: Tensor,
+        kv_x: Tensor,
+        mask: Tensor | None = None,
+        pair_bias: Tensor | None = None,
+        *,
+        no_heads: int,
+        inf: float = 1e9,
+        empty_rows: EmptyRows = "mean",
+    ) -> Tensor:
+        """Compute the attention of inputs that are normalised already.
+
+        Args:
+            q_x: `[*, N, Q, c_q]`.
+            kv_x: `[*, N, K, c_kv]`; q_x itself in self-attention.
+            mask: `[*, N, K]`, 1 or True for a key that is attended. None: all are.
+            pair_bias: broadcasts to `[*, N, H, Q, K]`.
+            no_heads, inf, empty_rows: of the layer.
+
+        Returns:
+            `[*, N, Q, c_q]`.
+        """
+        if q_x is kv_x:
+            q, k, v, *gates = project(q_x, None, self.inputs)
+        else:
+            q, *gates = project(q_x, None, (self.linear_q, *self.inputs[3:]))
+            k, v = project(kv_x, None, (self.linear_k, self.linear_v))
+        gate = heads(gates[0], no_heads) if gates else None
+        q, k, v = (heads(x, no_heads) for x in (q, k, v))
+        return self.output(attend(q, k, v, mask, pair_bias, gate, inf=inf, empty_rows=empty_rows).flatten(-2), None)
+
+    own_forward = forward
+
     def output(self, o: Tensor, g: Tensor | None) -> Tensor:
         """The output product of o `[*, H C]`. g is the gate, or None if there is none or if the attention has applied it."""
         return linear(o, self.linear_o) if g is None else gated_linear(o, g, self.linear_o)
+
+
+def inputs_of(mha: Any) -> tuple[nn.Module, ...]:
+    """The projections of an attention, or what stands in its place, to tell the dtype of the products by."""
+    return mha.inputs if isinstance(mha, Attention) else (mha,)
 
 
 def heads(x: Tensor, no_heads: int) -> Tensor:

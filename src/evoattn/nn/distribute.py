@@ -6,6 +6,7 @@ between each process holds some rows of z and of s. Outside of the blocks every 
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 from collections.abc import Callable
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 
 from evoattn.dispatch.distributed import Split, is_distributed
 from evoattn.nn.known_blocks import BLOCKS
-from evoattn.nn.replace import Replacement, by_name, positions, subclass
-from evoattn.nn.sharded import from_parts, like, local
+from evoattn.nn.replace import Replacement, by_name, check_methods, original_of, own_method, positions, subclass
+from evoattn.nn.sharded import from_parts, like, local, with_full_parameters
+from evoattn.nn.submodules import has_hooks
 
 _ATTRIBUTE = "_evoattn_distributed"
 """The attribute of a block that holds its `_BlockRunner`."""
@@ -34,19 +36,22 @@ def distribute(model: nn.Module, mesh: Any) -> list[str]:
 
     All processes call the model with the same features, and get the same results. Each parameter of a block gets the gradient
     from all rows, because a hook adds up the parts of the processes. So an optimizer's step is the same on all of them. Dropout
-    masks are those of the first process. Blocks take no hooks that look at z, and no in-place request is followed.
+    masks are those of the first process. Blocks take no hooks that look at z, and no in-place request is followed. Between the
+    blocks of a stack z is a DTensor. torch.compile leaves the blocks as they are.
 
     Args:
-        model: the client's model, or a part of it. The same parameters on all processes, as plain tensors. Parameters that are
-            exchanged or unfrozen later are refused when gradients are recorded.
+        model: the client's model, or a part of it. The same parameters on all processes, as plain tensors or as DTensors on the
+            mesh. Plain parameters that are exchanged or unfrozen later are refused when gradients are recorded.
         mesh: a `torch.distributed.device_mesh.DeviceMesh` of one dimension.
 
     Returns:
         The names of the blocks, as `model.named_modules()` has them.
 
     Raises:
-        ValueError: the mesh has several dimensions, no block is known, a block is distributed already, or a layer of a block is
-            none that `evoattn.nn` knows. No block is changed then.
+        ValueError: the mesh has several dimensions, no block is known, a block is distributed already, or one of its layers is
+            none that `evoattn.nn` can compute: it has hooks, a forward of its own, or other modules. So has a block with a
+            forward of its own, such as that of fairscale's `checkpoint_wrapper`. No block is changed then. A call raises it if
+            hooks or a forward are put on a layer later. So do copying and pickling: save the `state_dict`.
 
     Example:
         >>> from torch import nn
@@ -73,10 +78,12 @@ def distribute(model: nn.Module, mesh: Any) -> list[str]:
 
 
 def _passing(model: nn.Module, known: set[int]) -> set[int]:
-    """The ids of blocks that another block of the same stack follows."""
+    """The ids of blocks that another block of the same stack follows, at each place where they stand."""
     stacks = [list(x) for x in model.modules() if isinstance(x, nn.ModuleList)]
     pairs = [pair for stack in stacks for pair in itertools.pairwise(stack)]
-    return {id(x) for x, after in pairs if {id(x), id(after)} <= known and type(x) is type(after)}
+    followed = collections.Counter(id(x) for x, y in pairs if {id(x), id(y)} <= known and type(x) is type(y))
+    places = collections.Counter(id(x) for _, x in model.named_modules(remove_duplicate=False))
+    return {x for x, count in followed.items() if count == places[x]}
 
 
 def _blocks_of(model: nn.Module) -> list[tuple[str, nn.Module, _BlockKind]]:
@@ -101,41 +108,61 @@ class _BlockRunner:
 
     def __init__(self, client: Any, kind: _BlockKind, mesh: Any, *, leaves: bool) -> None:
         self.kind, self.mesh, self.leaves, self.group = kind, mesh, leaves, mesh.get_group()
+        self.names = positions(type(client).forward)
         self._replacements: dict[int, Replacement] = {}
         self._summed: dict[int, Tensor] = {}
-        self.pair_layers(client)
-        if kind.attention:
-            self.of(getattr(client, kind.attention))
+        if method := own_method(client):
+            raise ValueError(
+                f"a {type(client).__name__} has a {method} of its own, which each process would run on all of z: distribute "
+                "the model before you put it on the block, and make it without activation checkpointing by fairscale"
+            )
+        check_methods("", client)
+        self.check(client)
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise ValueError("a distributed block cannot be copied: copy the model before evoattn.nn.distribute")
+    def check(self, client: Any) -> None:
+        """Raise ValueError if `evoattn.nn` cannot compute the layers of z and the attention of s, as they are now.
 
-    def of(self, client: nn.Module) -> Any:
-        """The layer of `evoattn.nn` for a client's, made again if its modules were exchanged."""
+        Their layers are made again if modules were exchanged.
+        """
+        for name in filter(None, (self.kind.pair_stack, self.kind.attention)):
+            module = getattr(client, name)
+            if has_hooks(module) or own_method(module):
+                raise ValueError(
+                    f"{name} has hooks or a method of its own, and evoattn.nn does not call it: put it on the block"
+                )
+            self._check_layer(module)
+        if not self.kind.pair_stack:
+            self._check_layer(client)
+
+    def _check_layer(self, client: nn.Module) -> None:
         replacement = self._replacements.get(id(client))
         if replacement is None or not replacement.snapshot.holds(client):
             replacement = Replacement.of(client, entries=False)
             if replacement is None:
                 raise ValueError(f"evoattn.nn has no {type(client).__name__}: call distribute before you exchange layers")
             self._replacements[id(client)] = replacement
-        return replacement.layer
+        if missed := replacement.obstacle():
+            raise ValueError(f"{missed}: put hooks and adapters on the block, or on projections and norms")
 
-    def pair_layers(self, client: nn.Module) -> tuple[Any, Any]:
-        """The module of the client that has the layers of z, and the layers of `evoattn.nn`."""
-        pairs = getattr(client, self.kind.pair_stack) if self.kind.pair_stack else client
-        return pairs, BLOCKS[self.kind.pair_block].layer(pairs, self.of)
+    def of(self, client: nn.Module) -> Any:
+        """The layer of `evoattn.nn` for a client's layer or block."""
+        return self._replacements[id(client)].layer
+
+    def pairs(self, client: nn.Module) -> Any:
+        """The module of the client that has the layers of z."""
+        return getattr(client, self.kind.pair_stack) if self.kind.pair_stack else client
 
     def hook(self, client: nn.Module) -> None:
         """Have the gradients of the parameters summed over the processes."""
         for x in client.parameters():
-            if x.requires_grad:
+            if x.requires_grad and not is_distributed(x):  # a DTensor's gradient is that of all processes
                 x.register_hook(self.sum)
                 self._summed[id(x)] = x
 
     def check_summed(self, client: nn.Module) -> None:
         """Raise ValueError if a parameter's gradient would be that of the rows of this process alone."""
         for name, x in client.named_parameters():
-            if x.requires_grad and id(x) not in self._summed:
+            if x.requires_grad and id(x) not in self._summed and not is_distributed(x):
                 raise ValueError(
                     f"{name} was exchanged or unfrozen after evoattn.nn.distribute, so its gradient would not be summed over "
                     "the processes: load weights and set requires_grad before"
@@ -148,6 +175,7 @@ class _BlockRunner:
         return dx
 
     def __call__(self, client: Any, arguments: dict[str, Any]) -> Any:
+        self.check(client)
         if torch.is_grad_enabled():
             self.check_summed(client)
         split = Split(self.group, -3, arguments["z"].shape[-3])
@@ -159,13 +187,16 @@ class _BlockRunner:
         for name, axis in (("s", -2), ("z", -3), ("pair_mask", -2), (self.kind.mask, -1)):
             if arguments.get(name) is not None and not is_distributed(arguments[name]):
                 arguments[name] = self._entered(arguments[name], split, axis)
-        pairs, layers = self.pair_layers(client)
-        call = BLOCKS[self.kind.pair_block].call
+        s, z = with_full_parameters(client, arguments["z"], functools.partial(self._update, client, arguments))
+        return left(z, -3) if self.kind.update_s is None else (left(s, -2), left(z, -3))
+
+    def _update(self, client: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
+        """The updated s, or None, and z, of arguments that are DTensors."""
+        pairs = self.pairs(client)
         options = {name: arguments[name] for name in ("_mask_trans",) if name in arguments}
-        z = arguments["z"] = call(layers, pairs, arguments["z"], arguments["pair_mask"], **options)
-        if self.kind.update_s is None:
-            return left(z, -3)
-        return left(self.kind.update_s(self, client, arguments), -2), left(z, -3)
+        call = BLOCKS[self.kind.pair_block].call
+        z = arguments["z"] = call(self.of(pairs), pairs, arguments["z"], arguments["pair_mask"], **options)
+        return None if self.kind.update_s is None else self.kind.update_s(self, client, arguments), z
 
     def _entered(self, x: Tensor, split: Split, axis: int) -> Tensor:
         """The rows of this process, as a DTensor, of a tensor that is whole on all processes."""
@@ -223,7 +254,7 @@ KINDS = {
 
 def _kind_of(kind: Any) -> _BlockKind | None:
     """Return the kind of a class, or None if the class is unknown or overrides the known forward."""
-    own = vars(kind).get("_evoattn_original", kind)
+    own: Any = original_of(kind)
     for x in own.__mro__:
         known = KINDS.get(f"{x.__module__}.{x.__qualname__}")
         if known is not None:
@@ -234,10 +265,13 @@ def _kind_of(kind: Any) -> _BlockKind | None:
 @functools.cache
 def _distributed(original: Any) -> Any:
     """The subclass of a client's class whose forward is that of its `_BlockRunner`."""
-    names = positions(original.forward)
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[_ATTRIBUTE](self, by_name(names, args, kwargs))
+        runner = self.__dict__[_ATTRIBUTE]
+        return runner(self, by_name(runner.names, args, kwargs))
 
-    return subclass(original, forward=forward)
+    def reduce(self: Any, protocol: Any) -> Any:
+        raise ValueError("a distributed block cannot be copied or pickled: copy the model before, or save its state_dict")
+
+    return subclass(original, forward=torch.compiler.disable(forward), __reduce_ex__=reduce)

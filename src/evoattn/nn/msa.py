@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from evoattn.dispatch.checks import check_mask
 from evoattn.fully_masked.means import EmptyRows
-from evoattn.nn.attention import Attention, add_residual, attend, check_input, check_settings, check_shares, dropout_mask, heads
+from evoattn.nn.attention import (
+    Attention,
+    add_residual,
+    attend,
+    check_input,
+    check_settings,
+    check_shares,
+    dropout_mask,
+    heads,
+    inputs_of,
+)
 from evoattn.nn.project import compute_dtype_of, layer_norm, linear, project
-from evoattn.nn.submodules import check_container
+from evoattn.nn.submodules import may_skip
 
 
 class MSAAttention(nn.Module):
@@ -51,18 +63,27 @@ class MSAAttention(nn.Module):
         check_input("m", m, 3, self.c_in)
         check_mask("mask", mask, tuple(m.shape[:-1]))
         pair_bias = self._pair_bias(m, z)
+        if columns:
+            mask = None if mask is None else mask.transpose(-1, -2)
+        update = self._update(m, mask, pair_bias, columns=columns)
+        dropout_factor = dropout_mask(update, self.dropout, -3) if self.dropout and self.training else None
+        return add_residual(m, update, dropout_factor, residual=self.residual)
+
+    def _update(self, m: Tensor, mask: Tensor | None, pair_bias: Tensor | None, *, columns: bool) -> Tensor:
+        """The update of m. The mask's rows are those of the attention."""
         mha = self.mha
-        check_container("mha", mha, Attention)
+        settings: dict[str, Any] = {"inf": self.inf, "empty_rows": self.empty_rows}
+        if not may_skip(mha, Attention):
+            y = layer_norm(m, self.layer_norm_m, compute_dtype_of(m, *inputs_of(mha)))
+            rows = y.transpose(-2, -3) if columns else y
+            update: Tensor = mha(rows, rows, mask, pair_bias, no_heads=self.no_heads, **settings)
+            return update.transpose(-2, -3) if columns else update
         q, k, v, g = project(m, self.layer_norm_m, mha.inputs)
         if columns:
             q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
-            mask = None if mask is None else mask.transpose(-1, -2)
         q, k, v = (heads(x, self.no_heads) for x in (q, k, v))
-        gate = None if columns else heads(g, self.no_heads)
-        o = attend(q, k, v, mask, pair_bias, gate, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
-        update = mha.output(o.transpose(-2, -3), g) if columns else mha.output(o, None)
-        dropout_factor = dropout_mask(update, self.dropout, -3) if self.dropout and self.training else None
-        return add_residual(m, update, dropout_factor, residual=self.residual)
+        o = attend(q, k, v, mask, pair_bias, None if columns else heads(g, self.no_heads), **settings).flatten(-2)
+        return mha.output(o.transpose(-2, -3), g) if columns else mha.output(o, None)
 
     def _pair_bias(self, m: Tensor, z: Tensor | None) -> Tensor | None:
         """The pair bias `[*, 1, H, L, L]`, a view of the projection of z."""
@@ -191,6 +212,30 @@ class MSAColumnAttention(nn.Module):
         return self._msa_att(m, mask=mask, columns=True)  # type: ignore[no-any-return]
 
 
+class GlobalAttention(Attention):
+    """The projections of a global attention, whose heads share one head of keys and values."""
+
+    def forward(  # type: ignore[override]
+        self, m: Tensor, mask: Tensor | None, *, no_heads: int, inf: float, eps: float, empty_rows: EmptyRows
+    ) -> Tensor:
+        """Compute the update of a normalised alignment m `[*, S, L, c_in]` with a mask `[*, S, L]`."""
+        k, v, g = project(m, None, self.inputs[1:])
+        q = heads(linear(_mean(m, mask, eps), self.linear_q), no_heads).unsqueeze(-2)  # [*,l,h,1,d]: heads as queries
+        k, v = (x.transpose(-2, -3).unsqueeze(-2) for x in (k, v))  # [*,l,s,1,d]
+        columns = None if mask is None else mask.transpose(-1, -2)
+        o = attend(q, k, v, columns, None, None, inf=inf, empty_rows=empty_rows).flatten(-3)
+        return self.output(o.unsqueeze(-3), g)  # one for all sequences
+
+
+def _mean(normed: Tensor, mask: Tensor | None, eps: float) -> Tensor:
+    """The mean of each column's residues, `[*, L, c_in]`, summed in float32 or wider."""
+    sum_dtype = torch.promote_types(normed.dtype, torch.float32)
+    if mask is None:
+        return (normed.sum(-3, dtype=sum_dtype) / (normed.shape[-3] + eps)).to(normed.dtype)
+    weights = mask.to(sum_dtype).expand(normed.shape[:-1]).unsqueeze(-1)  # one mask for all sequences counts for each
+    return ((normed * weights).sum(-3) / (weights.sum(-3) + eps)).to(normed.dtype)
+
+
 class MSAColumnGlobalAttention(nn.Module):
     """Global column attention: each column and head has one query, made from the mean of the column's residues.
 
@@ -233,7 +278,9 @@ class MSAColumnGlobalAttention(nn.Module):
         self.c_in, self.no_heads, self.inf, self.eps = c_in, no_heads, inf, eps
         self.residual, self.empty_rows = residual, empty_rows
         self.layer_norm_m = nn.LayerNorm(c_in)
-        self.global_attention = Attention(c_in, c_in, c_hidden, no_heads, gate_bias=gate_bias, out_bias=out_bias, shared=True)
+        self.global_attention = GlobalAttention(
+            c_in, c_in, c_hidden, no_heads, gate_bias=gate_bias, out_bias=out_bias, shared=True
+        )
 
     def forward(self, m: Tensor, mask: Tensor | None = None) -> Tensor:
         """Compute the update of m, or m + update with `residual=True`.
@@ -250,21 +297,7 @@ class MSAColumnGlobalAttention(nn.Module):
         """
         check_input("m", m, 3, self.c_in)
         check_mask("mask", mask, tuple(m.shape[:-1]))
-        mha = self.global_attention
-        check_container("global_attention", mha, Attention)
-        normed = layer_norm(m, self.layer_norm_m, compute_dtype_of(m, *mha.inputs))
-        k, v, g = project(normed, None, mha.inputs[1:])
-        q = heads(linear(self._mean(normed, mask), mha.linear_q), self.no_heads).unsqueeze(-2)  # [*,l,h,1,d]: heads as queries
-        k, v = (x.transpose(-2, -3).unsqueeze(-2) for x in (k, v))  # [*,l,s,1,d]
-        columns = None if mask is None else mask.transpose(-1, -2)
-        o = attend(q, k, v, columns, None, None, inf=self.inf, empty_rows=self.empty_rows).flatten(-3)
-        update = mha.output(o.unsqueeze(-3), g)  # one for all sequences
-        return add_residual(m, update, residual=self.residual)
-
-    def _mean(self, normed: Tensor, mask: Tensor | None) -> Tensor:
-        """The mean of each column's residues, `[*, L, c_in]`, summed in float32 or wider."""
-        sum_dtype = torch.promote_types(normed.dtype, torch.float32)
-        if mask is None:
-            return (normed.sum(-3, dtype=sum_dtype) / (normed.shape[-3] + self.eps)).to(normed.dtype)
-        weights = mask.to(sum_dtype).expand(normed.shape[:-1]).unsqueeze(-1)  # one mask for all sequences counts for each
-        return ((normed * weights).sum(-3) / (weights.sum(-3) + self.eps)).to(normed.dtype)
+        attention = self.global_attention
+        normed = layer_norm(m, self.layer_norm_m, compute_dtype_of(m, *inputs_of(attention)))
+        settings = {"no_heads": self.no_heads, "inf": self.inf, "eps": self.eps, "empty_rows": self.empty_rows}
+        return add_residual(m, attention(normed, mask, **settings), residual=self.residual)

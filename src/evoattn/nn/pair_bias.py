@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from evoattn.dispatch.axes import fits
 from evoattn.dispatch.checks import check_mask
 from evoattn.dispatch.distributed import Split, is_distributed
 from evoattn.fully_masked.means import EmptyRows
-from evoattn.nn.attention import Attention, add_residual, attend, check_input, check_settings, check_shares, heads
-from evoattn.nn.project import layer_norm, linear, project
-from evoattn.nn.sharded import check_alike, full_parameters, like, local, part_of, queries_of, split_of
-from evoattn.nn.submodules import check_container, is_norm
+from evoattn.nn.attention import Attention, add_residual, attend, check_input, check_settings, check_shares, heads, inputs_of
+from evoattn.nn.project import compute_dtype_of, layer_norm, linear, project
+from evoattn.nn.sharded import check_alike, like, local, part_of, queries_of, split_of, with_full_parameters
+from evoattn.nn.submodules import is_norm, may_skip
 
 
 class AdaLN(nn.Module):
@@ -149,16 +150,17 @@ class AttentionPairBias(nn.Module):
         if z is None:
             raise ValueError("z must be given with DTensors, got None: pair_bias takes plain tensors alone")
         check_alike("z", z, "a", a)
-        split, full = split_of(z), full_parameters(self, z)
-        if full:
-            return functional_call(self, full, (a, z, s, mask))  # type: ignore[no-any-return]
-        placements = queries_of(z)
+        split, placements = split_of(z), queries_of(z)
         part, condition = part_of(a, placements), None if s is None else part_of(s, placements)
         mask_part = None if mask is None else part_of(mask, queries_of(z, split=False))
-        bias = self.pair_bias(local(z))
-        if split is not None and split.axis == -2:
-            bias = split.turned(bias.movedim(-3, -1)).movedim(-1, -3)
-        return like(self._attend(part, bias, condition, mask_part, split=split), a, placements)
+
+        def run() -> Tensor:
+            bias = self.pair_bias(local(z))
+            if split is not None and split.axis == -2:
+                bias = split.turned(bias.movedim(-3, -1)).movedim(-1, -3)
+            return self._attend(part, bias, condition, mask_part, split=split)
+
+        return like(with_full_parameters(self, z, run), a, placements)
 
     def _attend(
         self,
@@ -173,24 +175,30 @@ class AttentionPairBias(nn.Module):
         if a.ndim == 2:  # an attention has rows
             pair_bias, s, mask, keys = (None if x is None else x[None] for x in (pair_bias, s, mask, keys))
             return self._attend(a[None], pair_bias, s, mask, keys, split)[0]
-        q, k, v, g = self._projections(a, s, keys, split)
-        q, k, v, gate = (heads(x, self.no_heads) for x in (q, k, v, g))
-        o = attend(q, k, v, mask, pair_bias, gate, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
-        update = self.mha.output(o, None)
+        norm = self.layer_norm_a
+        x = a
+        if norm is not None and s is not None:
+            x, norm = norm(a, s), None
+        if split is not None:
+            keys = split.gather(x, -2)
+        mha = self.mha
+        settings: dict[str, Any] = {"inf": self.inf, "empty_rows": self.empty_rows}
+        if may_skip(mha, Attention):
+            q, k, v, gate = (heads(y, self.no_heads) for y in self._projections(x, norm, keys))
+            update = mha.output(attend(q, k, v, mask, pair_bias, gate, **settings).flatten(-2), None)
+        else:
+            dtype = compute_dtype_of(x, *inputs_of(mha))
+            inputs = [y.to(dtype) if norm is None else layer_norm(y, norm, dtype) for y in (x, keys) if y is not None]
+            update = mha(inputs[0], inputs[-1], mask, pair_bias, no_heads=self.no_heads, **settings)
         if self.linear_ada_out is not None and s is not None:
             update = torch.sigmoid(linear(s.to(update.dtype), self.linear_ada_out)) * update
         return add_residual(a, update, residual=self.residual)
 
-    def _projections(self, a: Tensor, s: Tensor | None, keys: Tensor | None, split: Split | None) -> list[Tensor]:
-        mha, norm = self.mha, self.layer_norm_a
-        check_container("mha", mha, Attention)
-        if norm is not None and s is not None:
-            a, norm = norm(a, s), None
-        if split is not None:
-            keys = split.gather(a, -2)
+    def _projections(self, a: Tensor, norm: nn.Module | None, keys: Tensor | None) -> list[Tensor]:
+        """q, k, v and the gate of a, which `norm` normalises unless it is None, and so it does the keys."""
         if keys is None:
-            return project(a, norm, mha.inputs)
-        linear_q, linear_k, linear_v, linear_g = mha.inputs
+            return project(a, norm, self.mha.inputs)
+        linear_q, linear_k, linear_v, linear_g = self.mha.inputs
         q, g = project(a, norm, (linear_q, linear_g))
         return [q, *project(keys, norm, (linear_k, linear_v)), g]
 

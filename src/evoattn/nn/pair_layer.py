@@ -66,8 +66,7 @@ class PairLayer(nn.Module):
             epilogue = Epilogue(
                 epilogue.dropout_mask, epilogue.residual, in_place=False
             )  # torch.compile of torch 2.7 traces no `_replace`
-            run = functools.partial(self._run, epilogue=epilogue, **options)
-            return run_split(self, z, mask, run, **options)
+            return run_split(self, z, mask, functools.partial(self._run, epilogue=epilogue, **options))
         return self._run(z, mask, None, epilogue, **options)
 
     def _add(self, z: Tensor, update: Tensor, split: Split | None, epilogue: Epilogue) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from evoattn.nn.known import LAYERS
 from evoattn.nn.known_blocks import BLOCKS
 from evoattn.nn.known_calls import ClientsOwn, UnknownArgument
+from evoattn.nn.own_code import called, methods, replaced_function
 from evoattn.nn.submodules import has_global_hooks, has_hooks
 
 _ENTRIES = {"forward", "__call__", "_call_impl"}
@@ -53,8 +55,9 @@ def replace(model: nn.Module) -> list[str]:
     work as before. Arguments for chunk sizes and kernels are ignored. Only OpenFold's request to add the update of a triangle
     multiplication to its input, in place, is followed. Each replaced layer gets a subclass of its class, of the same name.
 
-    Sub-modules may be exchanged later, as adapters do, and settings such as `inf` may be changed: each call looks at them. If a
-    sub-module that a layer of `evoattn.nn` does not call gets hooks or a forward of its own, its next call raises ValueError.
+    Sub-modules may be exchanged later, as adapters do, and settings such as `inf` may be changed: each call looks at them. If
+    `evoattn.nn` cannot compute a changed layer, the layer's own forward runs, and a warning says why: a sub-module that
+    `evoattn.nn` does not call has hooks or a forward of its own, or a program has replaced a method of its class.
 
     Args:
         model: the client's model, or one of its layers.
@@ -64,8 +67,8 @@ def replace(model: nn.Module) -> list[str]:
 
     Raises:
         ValueError: no layer of the model is known. Or a known layer has other parameters than the one of `evoattn.nn`, sets the
-            precision of a projection, or overrides `forward` or another method of the class that is known. No layer is
-            replaced then.
+            precision of a projection, or overrides `forward` or another method of the class that is known, or a program has
+            replaced such a method. No layer is replaced then.
 
     Example:
         >>> from torch import nn
@@ -80,7 +83,7 @@ def replace(model: nn.Module) -> list[str]:
         clients = ", ".join(dict.fromkeys(name.partition(".")[0] for name in LAYERS))
         raise ValueError(f"no layer of {type(model).__name__} is known: replace takes models of {clients}")
     for _, module, replacement in replacements:
-        module.__class__ = _replaced(_original(type(module)))
+        module.__class__ = _replaced(original_of(type(module)))
         setattr(module, _ATTRIBUTE, replacement)
     return [name for name, _, _ in replacements]
 
@@ -95,9 +98,9 @@ def _replacement_of(client: nn.Module, *, entries: bool) -> Replacement | None:
         raise
 
 
-def _original(kind: type) -> type:
+def original_of(kind: type) -> type:
     """The class that a layer had before it was replaced."""
-    return vars(kind).get("_evoattn_original", kind)  # type: ignore[no-any-return]
+    return getattr(kind, "_evoattn_original", kind)  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -107,16 +110,19 @@ def _replaced(original: Any) -> Any:
     A class, because it knows the module that is called: copies, pickled layers and the replicas of DataParallel compute with
     modules of their own.
     """
-    names = positions(original.forward)
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         replacement: Replacement | None = self.__dict__.get(_ATTRIBUTE)
         if replacement is None or not replacement.snapshot.holds(self):
             replacement = _renew(self)
-        if replacement.computes and not (replacement.is_block and replacement.obstacle()):
+        if replacement.computes:
+            missed = replacement.obstacle()
+            if missed:
+                _tell(self, missed)
+                return original.forward(self, *args, **kwargs)
             try:
-                return replacement(by_name(names, args, kwargs), self)
+                return replacement(by_name(replacement.names, args, kwargs), self)
             except UnknownArgument as error:
                 if not (replacement.is_block or isinstance(error, ClientsOwn)):
                     raise
@@ -124,9 +130,15 @@ def _replaced(original: Any) -> Any:
 
     def reduce(self: Any, protocol: Any) -> Any:
         reduced: Any = object.__reduce_ex__(self, 2)
-        return (_new, (original,), *reduced[2:])
+        state = {name: x for name, x in reduced[2].items() if name != _ATTRIBUTE}
+        return (_new, (original,), state, *reduced[3:])
 
-    return subclass(original, forward=forward, __reduce_ex__=reduce, _evoattn_original=original)
+    def fill(self: Any, state: dict[str, Any]) -> None:
+        super(kind, self).__setstate__(state)
+        _renew(self)
+
+    kind = subclass(original, forward=forward, __reduce_ex__=reduce, __setstate__=fill, _evoattn_original=original)
+    return kind
 
 
 def subclass(original: Any, **members: Any) -> Any:
@@ -136,12 +148,25 @@ def subclass(original: Any, **members: Any) -> Any:
 
 
 def _renew(client: nn.Module) -> Replacement:
-    """Make and store the replacement of a layer again. A block whose layers are not known any more, and a layer that is faster
-    as it is, run their own forward until they are changed again.
+    """Make and store the replacement of a layer again.
+
+    A layer that `evoattn.nn` cannot compute any more, or that is faster as it is, runs its own forward until it changes again.
     """
-    renewed = _replacement_of(client, entries=False) or Replacement(nn.Identity(), None, client)
+    renewed = None
+    try:
+        renewed = Replacement.of(client, entries=False)
+    except ValueError as error:
+        _tell(client, str(error))
+    if renewed is None:
+        renewed = Replacement(nn.Identity(), None, (), client)
     client.__dict__[_ATTRIBUTE] = renewed
     return renewed
+
+
+def _tell(client: nn.Module, reason: str) -> None:
+    """Warn that a replaced layer runs its own forward."""
+    if not torch.compiler.is_compiling():
+        warnings.warn(f"a replaced {type(client).__name__} runs its own forward: {reason}", stacklevel=2)
 
 
 def _new(original: type) -> Any:
@@ -170,32 +195,59 @@ def by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class Snapshot:
-    """The modules inside a client's layer and the settings of all of them, as they were. It does not hold the layer itself."""
+    """The modules inside a client's layer, the settings of all of them, and the methods of their classes, as they were.
+
+    It does not hold the layer itself.
+    """
 
     def __init__(self, client: nn.Module) -> None:
-        self._layer = (tuple(client._modules.items()), _settings(client))
-        self._inner = tuple((x, tuple(x._modules.items()), _settings(x)) for x in client.modules() if x is not client)
+        self._layer = _state(client)
+        self._inner = tuple((x, *_state(x)) for x in client.modules() if x is not client)
+        kinds = dict.fromkeys(original_of(type(x)) for x in client.modules())
+        self._methods = tuple(dict.fromkeys(each for kind in kinds for each in methods(kind)))
+        functions = {(id(names), name): (names, name, x) for kind in kinds for names, name, x in called(kind)}
+        self._functions = tuple(functions.values())
 
     def holds(self, client: nn.Module) -> bool:
-        """Return whether the layer still has the same modules with the same settings."""
-        for module, children, settings in ((client, *self._layer), *self._inner):
+        """Return whether the layer still has the same modules with the same settings, and all of them the same methods."""
+        for module, children, settings, own_methods in ((client, *self._layer), *self._inner):
             now, own = module._modules, module.__dict__
-            if len(now) != len(children) or any(now.get(name) is not child for name, child in children):
+            if len(now) != len(children):
                 return False
-            if any(name not in own or own[name] != x for name, x in settings):
-                return False
-        return True
+            for name, child in children:
+                if now.get(name) is not child:
+                    return False
+            for name, x in settings:
+                if name not in own or own[name] != x:
+                    return False
+            for name, there in own_methods:
+                if (name in own) is not there:
+                    return False
+        if not all(kind.__dict__.get(name) is method for kind, name, method in self._methods):
+            return False
+        return torch.compiler.is_compiling() or all(names.get(name) is x for names, name, x in self._functions)
+
+
+def _state(module: nn.Module) -> tuple[Any, ...]:
+    """The children of a module, its settings, and which methods of its class it has of its own."""
+    names = dict.fromkeys(("forward", *(name for _, name, _ in methods(original_of(type(module))))))
+    return tuple(module._modules.items()), _settings(module), tuple((name, name in module.__dict__) for name in names)
 
 
 class Replacement:
     """The layer of `evoattn.nn` for a client's layer, and the modules that it was made of.
 
     It does not hold the client's layer itself.
+
+    Attributes:
+        layer: the layer of `evoattn.nn`.
+        names: of the arguments that the client's forward takes by position.
+        computes: whether the layer is used. Else the client's own forward runs.
     """
 
-    def __init__(self, layer: nn.Module, forward: Callable[..., Any] | None, client: nn.Module) -> None:
-        self.layer, self._forward, self.is_block, self.snapshot = layer, forward, is_block(client), Snapshot(client)
-        self.computes = forward is not None  # else the client's own forward runs
+    def __init__(self, layer: nn.Module, forward: Callable[..., Any] | None, names: tuple[str, ...], client: nn.Module) -> None:
+        self.layer, self._forward, self.names, self.is_block = layer, forward, names, is_block(client)
+        self.snapshot, self.computes = Snapshot(client), forward is not None
         adopted = {id(x) for x in layer.modules()}
         self._bypassed = tuple((name, x) for name, x in client.named_modules() if x is not client and id(x) not in adopted)
 
@@ -206,15 +258,16 @@ class Replacement:
         `entries` tells whether the layer must not override `forward` either.
 
         Raises:
-            ValueError: a method is overridden, the layer has other parameters than the one of `evoattn.nn`, or it sets the
-                precision of a projection.
+            ValueError: a method is overridden or replaced, the layer has other parameters than the one of `evoattn.nn`, or it
+                sets the precision of a projection.
         """
-        kind = _known(type(client))
+        kind: Any = _known(type(client))
         if kind is None:
             return None
         method = overridden(client, entries=entries)
         if method:
             raise ValueError(f"a {type(client).__name__} overrides {method} of {_name(kind)}, which evoattn.nn would not call")
+        check_methods("", client)
         known: Any = LAYERS.get(_name(kind)) or BLOCKS[_name(kind)]
         try:
             with torch.device("meta"):
@@ -224,37 +277,52 @@ class Replacement:
         if layer is None:
             return None
         _check(layer, client)
-        replacement = cls(layer, known.call, client)
-        replacement.check_classes(kind)
+        replacement = cls(layer, known.call, positions(kind.forward), client)
+        replacement.check_bypassed(kind)
         return replacement
 
-    def check_classes(self, kind: type) -> None:
-        """Raise ValueError if a module that the layer does not call is of a class that the client does not define."""
+    def check_bypassed(self, kind: type) -> None:
+        """Raise ValueError if a module that the layer does not call may compute something else than the client's code."""
         for name, module in self._bypassed:
             package, own = type(module).__module__.partition(".")[0], kind.__module__.partition(".")[0]
             plain = type(module).__module__.startswith("torch.nn.modules.")
             if package not in (own, "einops", "evoattn") and not plain:
                 raise ValueError(f"{name} is a {type(module).__qualname__}, which evoattn.nn would not call")
+            check_methods(name, module)
+            if method := own_method(module):
+                raise ValueError(f"{name} has a {method} of its own, which evoattn.nn would not call")
 
     def obstacle(self) -> str:
-        """The reason not to use the layer: a module that it does not call has hooks or a forward of its own. Else ""."""
+        """The reason not to use the layer now: there are hooks on a module that it does not call. Else ""."""
         for name, module in self._bypassed:
             if has_hooks(module):
                 return f"{name} has hooks, and evoattn.nn does not call it"
-            if "forward" in module.__dict__:
-                return f"{name} has a forward of its own, and evoattn.nn does not call it"
-        return "there are hooks on all modules" if self.is_block and has_global_hooks() else ""
+        return "there are hooks on all modules, or calls of modules are replaced" if has_global_hooks() else ""
 
     def __call__(self, arguments: dict[str, Any], client: nn.Module) -> Any:
         """Compute the client's layer or block from its arguments by name.
 
         The function of a block also takes the client's module, whose dropout it applies.
         """
-        missed = self.obstacle()
-        if missed:
-            raise ValueError(f"{missed}: put hooks and adapters on the layer, or on its projections and norms")
         forward: Any = self._forward
         return forward(self.layer, client, **arguments) if self.is_block else forward(self.layer, **arguments)
+
+
+def own_method(module: nn.Module) -> str:
+    """The name of a method that stands on a module itself, in the place of one of its class, or ""."""
+    if "forward" in module.__dict__:
+        return "forward"
+    return next((name for _, name, _ in methods(original_of(type(module))) if name in module.__dict__), "")
+
+
+def check_methods(name: str, module: nn.Module) -> None:
+    """Raise ValueError if a program has replaced a method of a module's class, or a function that one calls."""
+    kind = original_of(type(module))
+    if function := replaced_function(kind):
+        raise ValueError(
+            f"{name or 'the layer'} is a {kind.__name__}, and a program has replaced {function} of {kind.__module__}, which "
+            "evoattn.nn would not call"
+        )
 
 
 def is_block(client: nn.Module) -> bool:
@@ -285,7 +353,7 @@ def _name(kind: type) -> str:
 
 def _known(kind: type) -> type | None:
     """The class of a client that is known, of which `kind` is a subclass."""
-    return next((x for x in _original(kind).__mro__ if _name(x) in LAYERS or _name(x) in BLOCKS), None)
+    return next((x for x in original_of(kind).__mro__ if _name(x) in LAYERS or _name(x) in BLOCKS), None)
 
 
 def _methods(kind: Any) -> tuple[frozenset[str], tuple[str, ...]]:
@@ -293,7 +361,7 @@ def _methods(kind: Any) -> tuple[frozenset[str], tuple[str, ...]]:
     known = _known(kind)
     if known is None:
         return frozenset(), ()
-    mro = _original(kind).__mro__
+    mro = original_of(kind).__mro__
     classes = known.__mro__[: known.__mro__.index(nn.Module)]
     methods = {name for x in classes for name, value in vars(x).items() if inspect.isroutine(value)} - {"__init__"}
     methods |= _ENTRIES

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from evoattn.dispatch.distributed import Split, is_distributed
 
@@ -23,11 +22,11 @@ Run = Callable[[Tensor, "Tensor | None", "Split | None"], Tensor]
 """Returns the output for this process's part of z, its mask, and the split, which is None if it has all rows and columns."""
 
 
-def run_split(layer: nn.Module, z: Tensor, mask: Tensor | None, run: Run, **options: Any) -> Tensor:
+def run_split(layer: nn.Module, z: Tensor, mask: Tensor | None, run: Run) -> Tensor:
     """Run a layer on a pair representation `[*, I, J, C]` that is a DTensor. The output is a DTensor with the same placements.
 
     One dimension of the mesh of z may split I or J. The others may split leading axes. Plain parameters get gradients from this
-    process's part alone, and DTensors on the mesh of z from all parts. `options` are further arguments of the layer's call.
+    process's part alone, and DTensors on the mesh of z from all parts.
 
     Raises:
         TypeError: mask or z is a plain tensor, and the other is a DTensor.
@@ -38,11 +37,8 @@ def run_split(layer: nn.Module, z: Tensor, mask: Tensor | None, run: Run, **opti
     split = split_of(z)
     if layer.training and vars(layer).get("dropout"):
         check_dropout(z)
-    full = full_parameters(layer, z)
-    if full:
-        return functional_call(layer, full, (z, mask), options)  # type: ignore[no-any-return]
     part = None if mask is None else _mask_of(mask, z)
-    return like(run(local(z), part, split), z)
+    return like(with_full_parameters(layer, z, lambda: run(local(z), part, split)), z)
 
 
 def run_local(layer: nn.Module, x: Tensor, mask: Tensor | None, run: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
@@ -59,10 +55,8 @@ def run_local(layer: nn.Module, x: Tensor, mask: Tensor | None, run: Callable[[T
     for placement in here.placements:
         if type(placement) is not Replicate and (type(placement) is not Shard or placement.dim % x.ndim == x.ndim - 1):
             raise ValueError(f"x must be split along other axes than the last, got {here.placements}")
-    full = full_parameters(layer, x)
-    if full:
-        return functional_call(layer, full, (x, mask))  # type: ignore[no-any-return]
-    return like(run(local(x), None if mask is None else _mask_of(mask, x)), x)
+    part = None if mask is None else _mask_of(mask, x)
+    return like(with_full_parameters(layer, x, lambda: run(local(x), part)), x)
 
 
 def check_dropout(z: Any) -> None:
@@ -143,16 +137,27 @@ def part_of(x: Any, layout: list[Placement]) -> Tensor:
     return local(x.redistribute(placements=layout))
 
 
-def full_parameters(layer: nn.Module, z: Any) -> dict[str, Tensor]:
-    """The whole of each parameter that is a DTensor. Its gradient is summed over the processes that hold other parts of z."""
-    if not any(is_distributed(x) for x in _parameters(layer)):
-        return {}
-    return {name: _full_parameter(name, x, z) for name, x in layer.named_parameters() if is_distributed(x)}
+def with_full_parameters(layer: nn.Module, z: Any, run: Callable[[], Any]) -> Any:
+    """Return what a function returns that computes a layer, while each parameter that is a DTensor is whole on this process.
+
+    Its gradient is summed over the processes that hold other parts of z.
+    """
+    places = [(own, name, x) for own in _parameters(layer) for name, x in own.items() if is_distributed(x)]
+    if not places:
+        return run()
+    full = {id(x): _full_parameter(name, x, z) for name, x in layer.named_parameters() if is_distributed(x)}
+    try:
+        for own, name, x in places:
+            own[name] = full[id(x)]
+        return run()
+    finally:
+        for own, name, x in places:
+            own[name] = x
 
 
-def _parameters(module: nn.Module) -> Iterator[Tensor | None]:
-    """All parameters, without their names, which take torch three times as long."""
-    yield from module._parameters.values()
+def _parameters(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """The parameters of each module inside, whose full names take torch three times as long. A module may be there twice."""
+    yield module._parameters
     for child in module._modules.values():
         if child is not None:
             yield from _parameters(child)

@@ -6,6 +6,8 @@ norm, sharding and offloading all replace or surround the module's own forward. 
 and torch.func or torch.jit may want to see each operator. So a layer asks at each call, and calls the modules that are not
 plain. Such a call gives what the modules define, and is only slower.
 
+Functions of torch and of clients are compared with those that stood there at import, since a program may replace them.
+
 The questions look at classes and at dictionaries that are empty in a plain module: about 1 us of the host a module.
 """
 
@@ -15,33 +17,43 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-_LINEARS = {
-    "protenix.model.triangular.layers": "OpenfoldLinear.forward",
-    "opendde.model.triangular.layers": "OpenfoldLinear.forward",
-    "openfold.model.primitives": "Linear.forward",
-    "openfold3.core.model.primitives.linear": "Linear.forward",
-    "boltz.model.layers.triangular_attention.primitives": "Linear.forward",
-    "boltzgen.model.layers.triangular_attention.primitives": "Linear.forward",
-    "protenix.model.modules.primitives": "Linear.forward",
-    "opendde.model.modules.primitives": "Linear.forward",
-}
-"""Modules of clients, each with a linear forward that computes the same as torch's if it sets no precision."""
+from evoattn.nn.own_code import is_from, torchs
 
-_NORMS = {
-    "openfold.model.primitives": "LayerNorm.forward",
-    "openfold3.core.model.primitives.normalization": "LayerNorm.forward",
-    "boltz.model.layers.triangular_attention.primitives": "LayerNorm.forward",
-    "boltzgen.model.layers.triangular_attention.primitives": "LayerNorm.forward",
-    "protenix.model.triangular.layers": "OpenFoldLayerNorm.forward",
-    "opendde.model.triangular.layers": "OpenFoldLayerNorm.forward",
-    "protenix.model.layer_norm.layer_norm": "FusedLayerNorm.forward",
-    "opendde.model.layer_norm.layer_norm": "FusedLayerNorm.forward",
-}
+_LINEARS = frozenset(
+    (
+        "protenix.model.triangular.layers.OpenfoldLinear",
+        "opendde.model.triangular.layers.OpenfoldLinear",
+        "openfold.model.primitives.Linear",
+        "openfold3.core.model.primitives.linear.Linear",
+        "boltz.model.layers.triangular_attention.primitives.Linear",
+        "boltzgen.model.layers.triangular_attention.primitives.Linear",
+        "protenix.model.modules.primitives.Linear",
+        "opendde.model.modules.primitives.Linear",
+    )
+)
+"""Classes of clients, each with a linear forward that computes the same as torch's if it sets no precision."""
+
+_NORMS = frozenset(
+    (
+        "openfold.model.primitives.LayerNorm",
+        "openfold3.core.model.primitives.normalization.LayerNorm",
+        "boltz.model.layers.triangular_attention.primitives.LayerNorm",
+        "boltzgen.model.layers.triangular_attention.primitives.LayerNorm",
+        "protenix.model.triangular.layers.OpenFoldLayerNorm",
+        "opendde.model.triangular.layers.OpenFoldLayerNorm",
+        "protenix.model.layer_norm.layer_norm.FusedLayerNorm",
+        "opendde.model.layer_norm.layer_norm.FusedLayerNorm",
+    )
+)
 """The same for layer norms over the last axis."""
 
+_LINEAR, _NORM = torchs(nn.Linear, "forward"), torchs(nn.LayerNorm, "forward")
+_CALL, _CALL_IMPL = torchs(nn.Module, "__call__"), torchs(nn.Module, "_call_impl")
+_F_LINEAR, _F_NORM = F.linear, F.layer_norm
 
 _TENSORS = frozenset((Tensor, nn.Parameter, type(None)))
 """Classes of a plain weight, which are asked first: to find no attribute takes three times as long."""
@@ -49,12 +61,16 @@ _TENSORS = frozenset((Tensor, nn.Parameter, type(None)))
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module computes `x W^T + b` from its `weight` and `bias`, and nobody has to see that it is called."""
-    return _is_plain(module, nn.Linear, _LINEARS) and module.__dict__.get("precision") is None
+    if F.linear is not _F_LINEAR or not _is_plain(module, nn.Linear, _LINEAR, _LINEARS):
+        return False
+    return module.__dict__.get("precision") is None
 
 
 def is_norm(module: nn.Module) -> bool:
     """Return whether a module is a layer norm over the last axis, and nobody has to see that it is called."""
-    return _is_plain(module, nn.LayerNorm, _NORMS) and len(module.__dict__.get("normalized_shape", (0,))) == 1
+    if F.layer_norm is not _F_NORM or not _is_plain(module, nn.LayerNorm, _NORM, _NORMS):
+        return False
+    return len(module.__dict__.get("normalized_shape", (0,))) == 1
 
 
 def call(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -84,37 +100,57 @@ def parameter_of(modules: Sequence[nn.Module]) -> Tensor | None:
     return None
 
 
-def check_container(name: str, module: nn.Module, kind: type[nn.Module]) -> None:
-    """Raise TypeError unless a sub-module that only holds others is as the layer made it.
+def may_skip(module: nn.Module, kind: Any) -> bool:
+    """Return whether a layer may compute what one of its containers computes, and nobody has to see that it is called.
 
-    Nobody calls it, so hooks on it would not run, and what stands in its place would not compute.
+    `kind` is the class that the layer made it of. Its attribute `own_forward` is the forward that the layer stands in for.
     """
-    if type(module) is not kind:
-        raise TypeError(
-            f"{name} must be the {kind.__name__} that the layer made, got {type(module).__name__}: the layer never calls "
-            f"{name}. Wrap or shard the whole layer, or the projections inside {name}"
-        )
-    if "forward" in module.__dict__ or has_hooks(module):
-        raise TypeError(
-            f"{name} has hooks or a forward of its own, and the layer never calls it: put them on the layer, or on the "
-            f"projections inside {name}. If they are of ZeRO-3, give deepspeed.utils.set_z3_leaf_modules the layer's class"
-        )
+    if kind.forward is not kind.own_forward or type(module) is not kind or "forward" in module.__dict__:
+        return False
+    return not has_hooks(module) and not has_global_hooks()
 
 
-def _is_plain(module: nn.Module, kind: Any, known: dict[str, str]) -> bool:
+def _is_plain(module: nn.Module, kind: Any, forward: Any, known: frozenset[str]) -> bool:
     """Return whether a call runs the forward of `kind`, or one that is known to compute the same, and nothing else."""
     own = type(module)
-    if own is not kind:
-        forward = own.forward
-        same = forward is kind.forward or known.get(forward.__module__) == forward.__qualname__
-        if not same or own.__call__ is not nn.Module.__call__:
-            return False
+    if own.forward is not forward and not _is_known(own, known):
+        return False
+    if own is not kind and own.__call__ is not nn.Module.__call__:
+        return False
     if "forward" in module.__dict__ or has_hooks(module) or has_global_hooks():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
         return False  # torch.func and torch.jit take no autograd function of Python
     weight = type(module.__dict__["_parameters"].get("weight"))
-    return weight in _TENSORS or not hasattr(weight, "__tensor_flatten__")  # DTensors have it, and quantised weights
+    return weight in _TENSORS or _is_ordinary(weight)
+
+
+_FORWARDS: dict[Any, str] = {}
+"""For forwards of subclasses: the class of a client that defines each. Not functools.cache, of which Dynamo warns."""
+
+
+def _is_known(own: Any, known: frozenset[str]) -> bool:
+    """Return whether a class inherits the forward of a known class of a client, and nobody has replaced it."""
+    forward = own.forward
+    name = _FORWARDS.get(forward)
+    if name is None:
+        kind = next(x for x in own.__mro__ if "forward" in vars(x))
+        name = f"{kind.__module__}.{kind.__qualname__}" if is_from(forward, kind.__module__) else ""
+        _FORWARDS[forward] = name
+    return name in known
+
+
+_OVERRIDES = ("__torch_function__", "__torch_dispatch__", "__tensor_flatten__")
+
+
+def _is_ordinary(weight: Any) -> bool:
+    """Return whether tensors of a class are computed as plain ones: torch's own while it traces, and classes that change
+    nothing. DTensors and quantised weights are not.
+    """
+    if weight.__module__.startswith("torch._subclasses."):
+        return True
+    own = weight.__mro__[: weight.__mro__.index(Tensor)]
+    return not any(name in vars(x) for x in own if x is not nn.Parameter for name in _OVERRIDES)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -124,6 +160,11 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def has_global_hooks() -> bool:
-    """Return whether hooks run when any module is called. torch 2.7 has no `_has_any_global_hook`."""
+    """Return whether hooks run when any module is called, or a program calls modules in a way of its own.
+
+    torch 2.7 has no `_has_any_global_hook`.
+    """
+    if nn.Module.__call__ is not _CALL or nn.Module._call_impl is not _CALL_IMPL:
+        return True
     forward = torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks
     return bool(forward or torch_modules._global_backward_hooks or torch_modules._global_backward_pre_hooks)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from evoattn.dispatch.checks import check_mask
 from evoattn.fully_masked.means import EmptyRows
 from evoattn.nn.attention import Attention, add_residual, attend, check_input, check_settings, heads
 from evoattn.nn.project import project
-from evoattn.nn.submodules import check_container
+from evoattn.nn.submodules import may_skip
 
 
 class TemplatePointwiseAttention(nn.Module):
@@ -72,11 +74,17 @@ class TemplatePointwiseAttention(nn.Module):
         if (*t.shape[:-4], *t.shape[-3:-1]) != tuple(z.shape[:-1]):
             raise ValueError(f"t must have the axes of z and one of templates, got shapes {list(t.shape)} and {list(z.shape)}")
         check_mask("mask", mask, tuple(t.shape[:-3]))
+        mask = None if mask is None else mask[..., None, None, :]
+        return add_residual(z, self._update(t, z, mask), residual=self.residual)
+
+    def _update(self, t: Tensor, z: Tensor, mask: Tensor | None) -> Tensor:
+        """The update of z. The mask is `[*, 1, 1, T]`."""
         mha = self.mha
-        check_container("mha", mha, Attention)
+        settings: dict[str, Any] = {"inf": self.inf, "empty_rows": self.empty_rows}
+        if not may_skip(mha, Attention):
+            y = mha(z.unsqueeze(-2), t.movedim(-4, -2), mask, no_heads=self.no_heads, **settings)
+            return y.squeeze(-2)  # type: ignore[no-any-return]
         (q,) = project(z, None, (mha.linear_q,))
         k, v = (x.movedim(-4, -2) for x in project(t, None, (mha.linear_k, mha.linear_v)))  # [*,i,j,t,hd]
         q, k, v = (heads(x, self.no_heads) for x in (q.unsqueeze(-2), k, v))
-        mask = None if mask is None else mask[..., None, None, :]
-        o = attend(q, k, v, mask, None, None, inf=self.inf, empty_rows=self.empty_rows).flatten(-3)
-        return add_residual(z, mha.output(o, None), residual=self.residual)
+        return mha.output(attend(q, k, v, mask, None, None, **settings).flatten(-3), None)

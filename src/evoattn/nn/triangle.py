@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from evoattn.dispatch.distributed import Split
 from evoattn.fully_masked.means import EmptyRows
-from evoattn.nn.attention import Attention, attend, check_settings, heads
+from evoattn.nn.attention import Attention, attend, check_settings, heads, inputs_of
 from evoattn.nn.pair_layer import Epilogue, PairLayer
-from evoattn.nn.project import compute_dtype_of, layer_norm, project
-from evoattn.nn.submodules import check_container
+from evoattn.nn.project import compute_dtype_of, layer_norm, linear, project
+from evoattn.nn.submodules import may_skip
 
 
 class TriangleAttention(PairLayer):
@@ -90,8 +90,8 @@ class TriangleAttention(PairLayer):
         return self._compute(z, mask, Epilogue(None, self.residual, in_place), transpose_bias=transpose_bias)
 
     @property
-    def _inputs(self) -> tuple[nn.Linear, ...]:
-        return self.mha.inputs
+    def _inputs(self) -> tuple[nn.Module, ...]:
+        return inputs_of(self.mha)
 
     @property
     def _shared(self) -> int:
@@ -113,7 +113,7 @@ class TriangleAttention(PairLayer):
         else:
             other = Split(split.group, self._shared, split.length)
             mask = None if mask is None else split.turned(mask.unsqueeze(-1)).squeeze(-1)
-            normed = layer_norm(z, self.layer_norm, compute_dtype_of(z, *self.mha.inputs, self.linear))
+            normed = layer_norm(z, self.layer_norm, compute_dtype_of(z, *self._inputs, self.linear))
             update = self._update(split.turned(normed), mask, other.gather, normed=True, transpose_bias=transpose_bias)
             update = other.turned(update)
         return self._add(z, update, split, epilogue)
@@ -132,10 +132,13 @@ class TriangleAttention(PairLayer):
         If this process holds only some rows of z, `gather` makes the pair bias `[*, L, K, H]` of all rows from that of its own.
         normed: whether z is normalised already.
         """
+        if not self.starting and mask is not None:
+            mask = mask.transpose(-1, -2)
+        if not may_skip(self.mha, Attention):
+            return self._by_calls(z, mask, gather, transpose_bias=transpose_bias, normed=normed)
         transposed = not z.is_contiguous() and z.transpose(-2, -3).is_contiguous()
         x = z.transpose(-2, -3) if transposed else z  # as it lies in memory
         mha = self.mha
-        check_container("mha", mha, Attention)
         q, k, v, g, bias = project(x, None if normed else self.layer_norm, (*mha.inputs, self.linear))
         # across: the attention's rows are columns of x.
         #   z in memory   starting   across
@@ -146,15 +149,27 @@ class TriangleAttention(PairLayer):
         across = transposed == self.starting
         if across:
             q, k, v, bias = (y.transpose(-2, -3) for y in (q, k, v, bias))
-        if mask is not None and not self.starting:
-            mask = mask.transpose(-1, -2)
-        if gather is not None:
-            bias = gather(bias)
-        pair_bias = bias.movedim(-1, -3).unsqueeze(-4)  # [*,1,h,q,k]
-        if transpose_bias:
-            pair_bias = pair_bias.transpose(-1, -2)
+        pair_bias = _pair_bias(bias, gather, transpose=transpose_bias)
         q, k, v = (heads(y, self.no_heads) for y in (q, k, v))
         gate = None if across else heads(g, self.no_heads)
         o = attend(q, k, v, mask, pair_bias, gate, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
         update = mha.output(o.transpose(-2, -3), g) if across else mha.output(o, None)
         return update.transpose(-2, -3) if transposed else update
+
+    def _by_calls(
+        self, z: Tensor, mask: Tensor | None, gather: Callable[[Tensor], Tensor] | None, *, transpose_bias: bool, normed: bool
+    ) -> Tensor:
+        """The update, with the attention called as a module. The mask's rows are those of the attention."""
+        y = z if normed else layer_norm(z, self.layer_norm, compute_dtype_of(z, *self._inputs, self.linear))
+        rows = y if self.starting else y.transpose(-2, -3)
+        pair_bias = _pair_bias(linear(rows, self.linear), gather, transpose=transpose_bias)
+        settings = {"no_heads": self.no_heads, "inf": self.inf, "empty_rows": self.empty_rows}
+        update: Tensor = self.mha(rows, rows, mask, pair_bias, **settings)
+        return update if self.starting else update.transpose(-2, -3)
+
+
+def _pair_bias(bias: Tensor, gather: Callable[[Tensor], Tensor] | None, *, transpose: bool) -> Tensor:
+    """The pair bias `[*, 1, H, Q, K]`, a view, of its projection `[*, Q, K, H]`, which `gather` completes."""
+    bias = bias if gather is None else gather(bias)
+    bias = bias.movedim(-1, -3).unsqueeze(-4)
+    return bias.transpose(-1, -2) if transpose else bias

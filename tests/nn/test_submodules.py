@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from evoattn.nn import (
     AttentionPairBias,
@@ -150,6 +151,34 @@ def test_a_function_of_torch_that_a_program_has_replaced_is_called(
     assert_as_called(layer)
     monkeypatch.undo()
     assert torch.equal(triangle(starting)(z), before)
+
+
+class Halves(TorchFunctionMode):
+    """Stands for fake quantisation in a mode."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        return y / 2 if func is F.linear else y
+
+
+@pytest.mark.parametrize("starting", [True, False])
+def test_a_mode_sees_each_projection(starting: bool) -> None:
+    layer, z, products = triangle(starting), torch.randn(1, 6, 6, 16, dtype=torch.float64), []
+    with Halves():
+        torch.testing.assert_close(layer(z), by_calls(layer, z), rtol=1e-10, atol=1e-10)
+
+    class Counts(Halves):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            products.append(func is F.linear)
+            return func(*args, **(kwargs or {}))
+
+    with Counts():
+        layer(z)
+    assert sum(products) == 6
+    products.clear()
+    with torch.device("cpu"), Counts():
+        layer(z)
+    assert sum(products) == 6
 
 
 def test_a_call_of_modules_that_a_program_has_replaced_sees_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from evoattn.nn.own_code import is_from, torchs
 
@@ -117,7 +119,7 @@ def _is_plain(module: nn.Module, kind: Any, forward: Any, known: frozenset[str])
         return False
     if own is not kind and own.__call__ is not nn.Module.__call__:
         return False
-    if "forward" in module.__dict__ or has_hooks(module) or has_global_hooks():
+    if "forward" in module.__dict__ or has_hooks(module) or has_global_hooks() or _has_function_modes():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
         return False  # torch.func and torch.jit take no autograd function of Python
@@ -151,6 +153,13 @@ def _is_ordinary(weight: Any) -> bool:
         return True
     own = weight.__mro__[: weight.__mro__.index(Tensor)]
     return not any(name in vars(x) for x in own if x is not nn.Parameter for name in _OVERRIDES)
+
+
+def _has_function_modes() -> bool:
+    """Return whether a mode sees each call of a function of torch, such as `F.linear`. That of a default device changes none."""
+    if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
+        return False
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -78,11 +78,20 @@ def overwrite() -> None:
         _ = [torch.full((bytes_ // 4,), torch.nan, device="cuda") for _ in range(16)]
 
 
+def in_loop(watched: Watched, sample: Callable[[], None]) -> None:
+    """Call something in a loop, inside which a recording keeps casts of weights."""
+    graphs.loop(lambda _: sample(), Count())(nn.ModuleList([watched.module]))
+
+
+@pytest.mark.parametrize("loop", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
-def test_a_replay_has_the_same_bits(dtype: torch.dtype | None) -> None:
+def test_a_replay_has_the_same_bits(dtype: torch.dtype | None, loop: bool) -> None:
     """Each call leaves autocast, so its casts of weights are gone when the next one is replayed."""
     watched = Watched()
-    watched.agrees(10, dtype=dtype)
+    if loop:
+        in_loop(watched, lambda: watched.agrees(10, dtype=dtype))
+    else:
+        watched.agrees(10, dtype=dtype)
     assert (watched.count.replaced, watched.count.passed_on) == (7, {FIRST: 3})
 
 
@@ -120,15 +129,23 @@ def test_an_attention_of_torch() -> None:
     assert watched.count.replaced == 6, watched.count.passed_on
 
 
-def test_autocast_that_keeps_nothing() -> None:
-    """As Lightning has it. The recording keeps casts of its own all the same."""
+@pytest.mark.parametrize("loop", [False, True])
+def test_autocast_that_keeps_nothing(loop: bool) -> None:
+    """As Lightning has it. In a loop the recording keeps casts of its own all the same."""
     watched, z = Watched(), draw(1, 2, 48, 48)
-    for seed in range(8):
-        with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-            expected = watched.module.original(draw(seed, 48, SIZE), z)["x"]
-            assert torch.equal(watched.module(draw(seed, 48, SIZE), z)["x"], expected)
-            assert not torch.is_autocast_cache_enabled()
-        overwrite()
+
+    def sample() -> None:
+        for seed in range(8):
+            with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+                expected = watched.module.original(draw(seed, 48, SIZE), z)["x"]
+                assert torch.equal(watched.module(draw(seed, 48, SIZE), z)["x"], expected)
+                assert not torch.is_autocast_cache_enabled()
+            overwrite()
+
+    if loop:
+        in_loop(watched, sample)
+    else:
+        sample()
     assert watched.count.replaced == 5, watched.count.passed_on
 
 
@@ -154,6 +171,21 @@ def test_replays_see_changed_weights() -> None:
             change(watched.module.layers[0][1].weight)
     watched.agrees(6, dtype=torch.bfloat16)
     assert watched.count.replaced == 12
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("loop", [False, True])
+def test_replays_read_weights_written_through_data(loop: bool, dtype: torch.dtype | None) -> None:
+    """As averages of weights and optimizers that keep copies write them. Neither address nor version changes."""
+    watched = Watched()
+    for _ in range(3):
+        if loop:
+            in_loop(watched, lambda: watched.agrees(14, dtype=dtype))
+        else:
+            watched.agrees(14, dtype=dtype)
+        for weight in watched.module.parameters():
+            weight.data.mul_(1.25)
+    assert watched.count.replaced >= 30 and not watched.reasons
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """A recorder of steps that needs no GPU: it traces, and replays the operations that it saw, as a CUDA graph does."""
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree
 
 from evoattn.clients.graphs.recorder import Recording, modes, scout
@@ -48,15 +50,23 @@ class Traced:
     def set_random_state(self, device: torch.device, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
-    def record(self, run: Callable[[], Any], device: torch.device, shared: bool = False) -> Recording:
+    def record(
+        self, run: Callable[[], Any], device: torch.device, *, draws: bool = False, keeps_casts: bool = False
+    ) -> Recording:
         before = torch.get_rng_state()
+        torch.clear_autocast_cache()
+        low = torch.autocast(
+            "cpu", torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu"), cache_enabled=keeps_casts
+        )
         try:
-            return self._record(run, device, shared)
+            with low, mock.patch.object(proxy_tensor, "disable_autocast_cache", contextlib.nullcontext):
+                return self._record(run, device, draws)
         finally:
             torch.set_rng_state(before)
+            torch.clear_autocast_cache()
 
-    def _record(self, run: Callable[[], Any], device: torch.device, shared: bool) -> Recording:
-        scout(run, device, shared)
+    def _record(self, run: Callable[[], Any], device: torch.device, draws: bool) -> Recording:
+        scout(run, device, draws)  # which leaves casts of weights in autocast's cache, if that is on
         if self.fails is not None:
             raise self.fails
         self.recorded += 1
@@ -67,12 +77,13 @@ class Traced:
             shape[:] = [TENSOR if isinstance(x, torch.Tensor) else x for x in leaves], spec
             return [x for x in leaves if isinstance(x, torch.Tensor)]
 
-        traced = make_fx(tensors)()
+        traced = proxy_tensor.make_fx(tensors)()
         outputs = traced()
+        casts = [x for x in vars(traced).values() if isinstance(x, torch.Tensor) and x.dtype == torch.get_autocast_dtype("cpu")]
         read = _weakly(traced)
         addresses = {name: x().data_ptr() for name, x in read.items()}  # type: ignore[union-attr]
 
-        def replay() -> None:
+        def replay(_: object = casts) -> None:  # casts that autocast kept are in the recording's own memory
             for name, x in read.items():
                 setattr(traced, name, x())
                 assert getattr(traced, name).data_ptr() == addresses[name], "a graph would read where the tensor was"

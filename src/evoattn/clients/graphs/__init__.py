@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import functools
 import itertools
 import threading
@@ -47,6 +48,9 @@ _RECORDED = 4
 
 _MOST = 512
 """Residues up to which blocks are recorded: the GPU sets the pace of more. A guess."""
+
+_RESTLESS = 3
+"""Calls in a row that change their own module, after which it is not looked at any more."""
 
 _LOOKED_AT = 64
 """Kinds of calls that are remembered for one module."""
@@ -98,15 +102,20 @@ def step(
 
 
 def loop(original: Callable[..., Any], count: Count, *, of: str | None = None) -> Callable[..., Any]:
-    """A method after which recordings of the modules inside are dropped: what comes next needs the memory.
+    """A method that calls a step many times with the same weights.
+
+    Recordings inside may keep weights as autocast has cast them. Recordings of the modules are dropped afterwards: what comes
+    next needs the memory, and may have other weights.
 
     of: the keyword argument whose modules are meant. None: those of the object itself.
     """
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        token = _loop.set(object())
         try:
             return original(self, *args, **kwargs)
         finally:
+            _loop.reset(token)
             if not torch.compiler.is_compiling():
                 owner = self if of is None else kwargs.get(of)
                 for module in () if owner is None else owner.children():
@@ -114,6 +123,10 @@ def loop(original: Callable[..., Any], count: Count, *, of: str | None = None) -
                         steps.drop(module)
 
     return run
+
+
+_loop: contextvars.ContextVar[object | None] = contextvars.ContextVar("loop", default=None)
+"""Stands for the run of a `loop` that a call is in."""
 
 
 def release(function: Callable[..., Any]) -> None:
@@ -133,8 +146,15 @@ Kinds = collections.OrderedDict[Any, CallKind]
 class _Known:
     """A module as it was seen, and the kinds of its calls."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, changes: int = 0) -> None:
         self.seen, self.kinds = Seen(module), Kinds()
+        self.changes = changes  # the last calls, in a row, that changed the module
+
+    def is_left_alone(self) -> bool:
+        """Return whether the call that just ran left the module as it was. A call that fills a cache does not."""
+        same = self.seen.holds()
+        self.changes = 0 if same else self.changes + 1
+        return same
 
 
 class Steps:
@@ -180,15 +200,15 @@ class Steps:
             call = Call(args, recorded, [])
             why, known, kind = self._classify(module, call)
             if known is not None and kind is not None and not why:
-                stands = kind.stands_for(call.tensors)
+                stands = kind.stands_for(call.tensors, _loop.get())
                 if stands and kind.checked:
-                    result = kind.replay(call.tensors, known.seen.weights)
+                    result = kind.replay(call.tensors, known.seen)
                     kind.count()
                     self._count.count_replaced()
                     return result
                 self._count.count_passed_on(FIRST)
                 with repeated():
-                    return self._compare(module, known, kind, call) if stands else self._learn(module, kind, call)
+                    return self._compare(module, known, kind, call) if stands else self._learn(module, known, kind, call)
             self._count.count_passed_on(why or FIRST)
         with repeated() if kind is not None else contextlib.nullcontext():  # as its like, whatever came of their recording
             return self._original(module, *args, **kwargs)
@@ -207,8 +227,10 @@ class Steps:
     def _classify(self, module: nn.Module, call: Call) -> tuple[str, _Known | None, CallKind | None]:
         """Return the reason not to replay a call, the known module and the kind of call. Append the call's tensors."""
         known = self._known.get(module)
+        if known is not None and known.changes >= _RESTLESS:
+            return "it changes its modules", None, None
         if known is None or not known.seen.holds():  # weights were loaded, or a part was exchanged: recordings are of no use
-            known = self._known[module] = _Known(module)
+            known = self._known[module] = _Known(module, known.changes if known else 0)
             if self._shared:
                 self._join(known)
         seen, tensors = known.seen, call.tensors
@@ -241,14 +263,14 @@ class Steps:
         except NotCaptured as error:
             known.seen.obstacle = known.seen.obstacle or str(error)
 
-    def _learn(self, module: nn.Module, kind: CallKind, call: Call) -> Any:
+    def _learn(self, module: nn.Module, known: _Known, kind: CallKind, call: Call) -> Any:
         """Run a call as it is, and record it if one like it came before."""
         before = addresses(call.tensors)
         result = self._original(module, *call.args, **call.kwargs)
         if self._changed(kind.spec, before, call):
             kind.obstacle = "it changes its arguments"
-        elif kind.is_ready(call.tensors):
-            kind.record(self._recorder, self._original, module, call, self._shared)
+        elif known.is_left_alone() and kind.is_ready(call.tensors):
+            kind.record(self._recorder, self._original, module, call, self._shared, _loop.get())
             kinds = {kind for known in self._known.values() for kind in known.kinds.values() if kind.is_recorded}
             for oldest in sorted(kinds, key=lambda x: x.used)[:-_RECORDED]:
                 oldest.drop()
@@ -263,14 +285,16 @@ class Steps:
         undrawn, start = recorder.random_state(device), recorder.seconds(device)
         result = self._original(module, *call.args, **call.kwargs)
         drawn, middle = recorder.random_state(device), recorder.seconds(device)
+        if not known.is_left_alone():
+            return result
         try:
             recorder.set_random_state(device, undrawn)
-            kind.replay(call.tensors, known.seen.weights)  # the first one also loads the graph
+            kind.replay(call.tensors, known.seen)  # the first one also loads the graph
             if not torch.equal(recorder.random_state(device), drawn):
                 raise NotCaptured("it draws other random numbers")
             recorder.set_random_state(device, undrawn)
             between = recorder.seconds(device)
-            replayed = kind.replay(call.tensors, known.seen.weights)
+            replayed = kind.replay(call.tensors, known.seen)
             kind.check(result, replayed, device, middle - start, recorder.seconds(device) - between)
         except Exception as error:  # there may be no memory for another result: the caller has one already
             kind.refuse(error)

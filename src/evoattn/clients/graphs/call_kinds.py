@@ -89,6 +89,7 @@ class CallKind:
         self._recording: Recording | None = None
         self.checked = False
         self._inputs: list[_Place | Tensor] = []
+        self._loop: object | None = None
         self._twin: nn.Module | None = None
         self._weights: list[Tensor] = []
         self._results: list[Tensor] = []
@@ -100,9 +101,9 @@ class CallKind:
         """Return whether there is a recording."""
         return self._recording is not None
 
-    def stands_for(self, tensors: list[Tensor]) -> bool:
-        """Return whether the recording computes a call of these tensors."""
-        if self._recording is None or not self._recording.is_valid():
+    def stands_for(self, tensors: list[Tensor], loop: object | None) -> bool:
+        """Return whether the recording computes a call of these tensors, in a run of a loop or in none."""
+        if self._recording is None or not self._recording.is_valid() or self._loop not in (None, loop):
             return False
         return all(x.holds(y) for x, y in zip(self._inputs, tensors, strict=True) if isinstance(x, _Place))
 
@@ -125,13 +126,31 @@ class CallKind:
             self.drop()
         return not self.obstacle
 
-    def record(self, recorder: Recorder, run: Callable[..., Any], module: nn.Module, call: Call, shared: bool) -> None:
-        """Record a call that has run. `run` takes the module first. A `shared` recording reads the weights of any module."""
+    def record(
+        self,
+        recorder: Recorder,
+        run: Callable[..., Any],
+        module: nn.Module,
+        call: Call,
+        shared: bool,
+        loop: object | None,
+    ) -> None:
+        """Record a call that has run.
+
+        Args:
+            recorder: records.
+            run: what is recorded. It takes the module first.
+            module: the module that was called.
+            call: its arguments.
+            shared: whether the recording reads the weights of any module of one structure.
+            loop: stands for the run of a loop that the call is in. The recording then keeps casts of weights, and stands for
+                calls in this run alone. None: it casts weights at each replay.
+        """
         self.drop()
         try:
             if shared:
-                module = self._twin_of(recorder, run, module, call)
-            self._record(recorder, functools.partial(run, module), call.tensors, shared)
+                module, loop = self._twin_of(recorder, run, module, call), None
+            self._record(recorder, functools.partial(run, module), call.tensors, shared, loop)
         except Exception as error:  # whatever the client, a kernel or CUDA raises: the caller has its result already
             self.refuse(error)
 
@@ -160,7 +179,9 @@ class CallKind:
         self.obstacle = first if known else f"it cannot be recorded: {type(error).__name__}: {first}"
         self.drop()
 
-    def _record(self, recorder: Recorder, run: Callable[..., Any], tensors: list[Tensor], shared: bool) -> None:
+    def _record(
+        self, recorder: Recorder, run: Callable[..., Any], tensors: list[Tensor], shared: bool, loop: object | None
+    ) -> None:
         me = weakref.ref(self)
 
         def gone(_: Any) -> None:  # the caller has dropped the tensor, so no call will be one that was recorded
@@ -178,20 +199,20 @@ class CallKind:
                 return run(*args, **kwargs)
 
         _copy(inputs, tensors)
-        recording = recorder.record(again, tensors[0].device, shared)
+        recording = recorder.record(again, tensors[0].device, draws=shared, keeps_casts=loop is not None)
         results: list[Tensor] = []
         self._result_spec = flat(recording.result, tensors[0].device, results)
         _check_result(self._result_spec)
         self._recording, self._inputs, self._results, self._calls = recording, inputs, results, calls
-        self._recordings += 1
+        self._recordings, self._loop = self._recordings + 1, loop
 
-    def replay(self, tensors: list[Tensor], weights: list[Tensor]) -> Any:
-        """Replay the call, and return its result in new tensors. weights: those of the module that is called."""
+    def replay(self, tensors: list[Tensor], seen: Seen) -> Any:
+        """Replay the call, and return its result in new tensors. seen: the module that is called."""
         assert self._recording is not None
         _copy(self._inputs, tensors)
         if self._weights:
             with torch.no_grad():
-                torch._foreach_copy_(self._weights, weights)
+                torch._foreach_copy_(self._weights, seen.weights)
         self._recording.replay()
         results = [room_for(x) for x in self._results]  # strides stay, on which later kernels may depend
         copied(results, self._results)

@@ -98,11 +98,20 @@ class Recorder:
         """Set the state of the generator."""
         torch.cuda.set_rng_state(state, device)
 
-    def record(self, run: Callable[[], Any], device: torch.device, shared: bool = False) -> Recording:
-        """Record a function, on a stream of the recorder's. NotCaptured: it is known to be impossible.
+    def record(
+        self, run: Callable[[], Any], device: torch.device, *, draws: bool = False, keeps_casts: bool = False
+    ) -> Recording:
+        """Record a function, on a stream of the recorder's.
 
-        shared: modules of one structure share the recording. It then casts weights each time, since they change, and may draw
-        random numbers, as each replay draws new ones.
+        Args:
+            run: the function.
+            device: where it computes.
+            draws: whether it may draw random numbers, as each replay draws new ones.
+            keeps_casts: whether weights are cast by autocast once, and not at each replay. They must not change then: a write
+                through `.data` changes neither address nor version, so nobody would notice.
+
+        Raises:
+            NotCaptured: it is known to be impossible.
         """
         current = torch.cuda.current_stream(device)
         side = self._streams.get(device)
@@ -112,21 +121,21 @@ class Recorder:
         before = self.random_state(device)
         try:
             with torch.cuda.stream(side):
-                scout(run, device, draws=shared)
+                scout(run, device, draws)
                 with self._capture_lock:
-                    return self._record(run, side, shared)
+                    return self._record(run, side, keeps_casts)
         finally:
             self.set_random_state(device, before)
             current.wait_stream(side)
 
-    def _record(self, run: Callable[[], Any], side: torch.cuda.Stream, shared: bool) -> Recording:
-        """A graph that reads its weights as autocast has cast them.
+    def _record(self, run: Callable[[], Any], side: torch.cuda.Stream, keeps_casts: bool) -> Recording:
+        """A graph that casts its weights, or reads them as autocast has cast them.
 
         Autocast keeps the casts of weights until the caller leaves the outermost `torch.autocast`. A graph that read them would
         then read memory that others have. So the casts are recorded first, with the rest of the call, into the pool of the
         graph. The second recording finds them in autocast's cache and does not repeat them: 660 weights of Boltz-2's denoiser
         would be cast at each step, as they are if the caller has autocast keep nothing. Nobody allocates from the pool after
-        that, so the casts stay where they are. A shared recording repeats the casts, since its weights change.
+        that, so the casts stay where they are.
 
         The same holds for what cuBLAS works in: torch makes it anew in the pool, where nobody frees it under the graph.
         """
@@ -137,7 +146,7 @@ class Recorder:
 
         with _cleared():
             low = torch.is_autocast_enabled("cuda")
-            if shared or not low:
+            if not (keeps_casts and low):
                 uncached = torch.autocast("cuda", torch.get_autocast_dtype("cuda"), enabled=low, cache_enabled=False)
                 with uncached, _capturing(graph, pool, side):
                     return Recording(graph.replay, run(), is_valid)

@@ -1,0 +1,443 @@
+"""What modules contain: recordings see its changes, and a call that makes such changes is not recorded."""
+
+import collections
+import dataclasses
+import functools
+import gc
+import itertools
+import math
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evoattn.clients import graphs
+from evoattn.clients.graphs import FIRST
+from evoattn.clients.graphs.modules import Seen
+from evoattn.clients.site import Count
+from tests.clients.recording import Block, Trunk, Watched, draw
+
+
+@dataclasses.dataclass
+class Settings:
+    by: float = 2.0
+    inner: Any = None
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    by: float = 2.0
+
+
+class Defaults:
+    by = 2.0
+
+
+class Fields:
+    """As ConfigDict of ml_collections: attributes are items of a dict inside."""
+
+    def __init__(self, **fields: Any) -> None:
+        object.__setattr__(self, "_fields", fields)
+
+    def __getattr__(self, name: str) -> Any:
+        return object.__getattribute__(self, "_fields")[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._fields[name] = value
+
+    def times(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+def closure(by: dict[str, float]) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * by["by"]
+
+
+def set_items(held: Any, by: float) -> None:
+    held.clear()
+    held.add(by)
+
+
+# What a module holds, how its forward reads it, and how it is changed.
+HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "list": (lambda: [2.0], lambda held: held[0], lambda held: held.__setitem__(0, 3.0)),
+    "dict": (lambda: {"by": 2.0}, lambda held: held["by"], lambda held: held.update(by=3.0)),
+    "dict in a list": (lambda: [{"by": 2.0}], lambda held: held[0]["by"], lambda held: held[0].update(by=3.0)),
+    "list in a tuple": (lambda: ([2.0], 1), lambda held: held[0][0], lambda held: held[0].__setitem__(0, 3.0)),
+    "set": (lambda: {2.0}, lambda held: max(held), lambda held: set_items(held, 3.0)),
+    "deque": (lambda: collections.deque([2.0]), lambda held: held[0], lambda held: held.__setitem__(0, 3.0)),
+    "defaultdict": (
+        lambda: collections.defaultdict(float, by=2.0),
+        lambda held: held["by"],
+        lambda held: held.update(by=3.0),
+    ),
+    "bytearray": (lambda: bytearray([2]), lambda held: held[0], lambda held: held.__setitem__(0, 3)),
+    "array": (lambda: torch.tensor([2.0]).numpy(), lambda held: float(held[0]), lambda held: held.__setitem__(0, 3.0)),
+    "dataclass": (Settings, lambda held: held.by, lambda held: setattr(held, "by", 3.0)),
+    "dataclass with slots": (Slots, lambda held: held.by, lambda held: setattr(held, "by", 3.0)),
+    "namespace": (
+        lambda: types.SimpleNamespace(by=2.0),
+        lambda held: held.by,
+        lambda held: setattr(held, "by", 3.0),
+    ),
+    "objects in turn": (
+        lambda: Settings(inner=[Fields(by=2.0)]),
+        lambda held: held.inner[0].by,
+        lambda held: setattr(held.inner[0], "by", 3.0),
+    ),
+    "class of an object": (Defaults, lambda held: held.by, lambda held: setattr(type(held), "by", 3.0)),
+    "class": (lambda: Defaults, lambda held: held.by, lambda held: setattr(held, "by", 3.0)),
+    "partial": (
+        lambda: functools.partial(lambda by: by["by"], {"by": 2.0}),
+        lambda held: held(),
+        lambda held: held.args[0].update(by=3.0),
+    ),
+    "bound method": (
+        lambda: Fields(by=2.0).times,
+        lambda held: held(torch.ones(())),
+        lambda held: setattr(held.__self__, "by", 3.0),
+    ),
+    "closure": (
+        lambda: [closure({"by": 2.0})],
+        lambda held: held[0](torch.ones(())),
+        lambda held: held[0].__closure__[0].cell_contents.update(by=3.0),
+    ),
+    "module that is not inside": (
+        lambda: [nn.Linear(1, 1).eval()],
+        lambda held: held[0].weight,
+        lambda held: setattr(held[0].weight, "data", torch.full((1, 1), 3.0)),
+    ),
+    "tensor": (lambda: [torch.tensor(2.0)], lambda held: held[0], lambda held: setattr(held[0], "data", torch.tensor(3.0))),
+    "sign of 0": (lambda: [0.0], lambda held: math.copysign(2.0, held[0]), lambda held: held.__setitem__(0, -0.0)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _defaults() -> Any:
+    yield
+    Defaults.by = 2.0
+
+
+def reading(read: Callable[[Any], Any]) -> Watched:
+    watched = Watched()
+    kind = type(watched.module)
+    watched.module = kind(functools.partial(apply, read=read))
+    return watched
+
+
+def apply(self: Any, x: Tensor, read: Callable[[Any], Any]) -> Tensor:
+    return x * read(self.held)
+
+
+@pytest.mark.parametrize("what", HELD)
+@pytest.mark.parametrize("where", ["module", "inner", "class"])
+def test_a_change_inside_what_a_module_holds_is_seen(what: str, where: str) -> None:
+    make, read, change = HELD[what]
+    watched = reading(read)
+    held = make()
+    if where == "module":
+        watched.module.held = held
+    elif where == "class":
+        type(watched.module).held = held  # type: ignore[attr-defined]
+    else:
+        watched.module.first.held = held
+        watched.module.body = lambda self, x: x * read(self.first.held)
+    watched.agrees()
+    assert watched.replayed == 3, watched.reasons
+    change(held)
+    watched.agrees()
+    assert (watched.replayed, watched.recorder.recorded) == (6, 2), watched.reasons
+
+
+@pytest.mark.parametrize("what", ["list", "dict", "dataclass", "namespace", "sign of 0"])
+def test_blocks_whose_settings_change_share_no_old_recording(what: str) -> None:
+    make, read, change = HELD[what]
+    trunk = Trunk()
+    original = Block.original
+
+    def reads(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return original(self, x, mask) * read(self.held)
+
+    kind = type("Block", (Block,), {"original": reads, "forward": graphs.step(reads, trunk.count, trunk.recorder, shared=True)})
+    trunk.blocks = [kind() for _ in range(8)]
+    held = make()
+    for block in trunk.blocks:
+        block.held = held  # type: ignore[assignment]
+    trunk.agrees()
+    assert trunk.count.replaced == 5
+    change(held)
+    trunk.agrees()
+    assert (trunk.count.replaced, trunk.recorder.recorded) == (10, 2)
+
+
+def test_equal_settings_of_their_own_do_not_part_blocks() -> None:
+    trunk = Trunk()
+    for block in trunk.blocks:
+        block.settings = Settings(inner=[1, 2])  # type: ignore[assignment]
+    trunk.agrees()
+    assert (trunk.count.replaced, trunk.recorder.recorded) == (5, 1)
+
+
+def test_a_value_that_is_set_again_is_no_change(watched: Watched) -> None:
+    watched.module.held, watched.module.scale = {"size": 1000}, 1000.5
+    watched.agrees()
+    for seed in range(4):
+        watched.module.held = {"size": int(f"{1000}")}
+        watched.module.scale = float(f"{1000.5}")
+        watched(draw(seed))
+    assert watched.replayed == 7
+    watched.module.held = {"size": 1000.0}
+    watched(draw(1))
+    assert watched.replayed == 7, "1000 and 1000.0 are equal, and not the same"
+
+
+class Gelu(nn.Module):
+    def activate(self, x: Tensor) -> Tensor:
+        return x + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activate(x)
+
+
+@pytest.mark.parametrize("where", ["class", "object", "forward", "torch's class"])
+def test_methods_that_are_put_in_place_are_called(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(lambda self, x: self.gelu(x))
+    watched.module.gelu = Gelu().eval()
+    watched.agrees()
+
+    def activate(self: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    if where == "class":
+        monkeypatch.setattr(Gelu, "activate", activate)
+    elif where == "forward":
+        monkeypatch.setattr(Gelu, "forward", activate)
+    elif where == "object":
+        watched.module.gelu.activate = types.MethodType(activate, watched.module.gelu)
+    else:
+        forward = nn.Linear.forward
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * forward(self, x))
+    watched.agrees()
+    assert (watched.replayed, watched.recorder.recorded) == (6, 2)
+
+
+def count_up(self: Any) -> None:
+    self.calls = getattr(self, "calls", 0) + 1
+
+
+def of_class(self: Any) -> None:
+    type(self).seen = getattr(type(self), "seen", 0) + 1
+
+
+EFFECTS: dict[str, Callable[[Any], None]] = {
+    "attribute": count_up,
+    "attribute of an inner module": lambda self: count_up(self.second[0]),
+    "list": lambda self: self.held["log"].append(1),
+    "object": lambda self: count_up(self.held["settings"]),
+    "method of a list": lambda self: self.note(1),
+    "class": of_class,
+    "buffer": lambda self: self.steps.add_(1),
+    "module that is not inside": lambda self: count_up(self.held["parent"][0]),
+}
+
+
+@pytest.mark.parametrize("what", EFFECTS)
+def test_what_a_forward_does_to_its_modules_goes_on(what: str) -> None:
+    done: list[int] = []
+
+    def body(self: Any, x: Tensor) -> Tensor:
+        EFFECTS[what](self)
+        STEPS[0] += 1
+        return x
+
+    watched = Watched(body)
+    module = watched.module
+    module.held = {"log": [], "settings": Settings(), "parent": [nn.Identity()]}
+    module.note = done.append
+    module.register_buffer("steps", torch.zeros(()))
+    STEPS[0] = 0
+    for seed in range(12):
+        watched(draw(seed))
+    assert STEPS[0] == 12 and not watched.recorder.recorded
+    assert watched.count.passed_on == {FIRST: 3, "it changes its modules": 9}
+
+
+STEPS = [0]
+"""How often a body ran. Functions do not hold it, so it is not compared."""
+
+
+def test_a_cache_that_the_first_call_of_a_module_fills() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        self.cache.setdefault(x.shape[-1], 2.0)
+        return x * self.cache[x.shape[-1]]
+
+    watched = Watched(body)
+    watched.module.cache = {}
+    for seed in range(10):
+        watched(draw(seed))
+    assert watched.replayed == 6, "one call later than without a cache"
+    watched.agrees(2)
+
+
+def test_blocks_that_count_their_calls_are_not_recorded() -> None:
+    trunk, original = Trunk(), Block.original
+
+    def counting(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+        count_up(self)
+        return original(self, x, mask)
+
+    trunk.steps._original = counting
+    for seed in range(6):
+        trunk.agrees(seed)
+    assert [block.calls for block in trunk.blocks] == [6] * 8
+    assert not trunk.recorder.recorded and trunk.count.passed_on == {FIRST: 24, "it changes its modules": 24}
+
+
+@pytest.mark.parametrize(
+    ("held", "reason"),
+    [
+        (itertools.count(), "a module inside has a count, whose changes cannot be seen"),
+        (torch.zeros(100_000).numpy(), "a module inside has an array of more than 64 KB, whose changes cannot be seen"),
+        ([[] for _ in range(2000)], "a module inside has more than 1,024 lists, dicts and objects in its attributes"),
+    ],
+    ids=["iterator", "array", "many"],
+)
+def test_what_cannot_be_compared_is_not_recorded(held: Any, reason: str) -> None:
+    watched = Watched()
+    watched.module.held = [held]
+    watched.agrees()
+    assert watched.count.passed_on == {reason: 6} and not watched.recorder.recorded
+
+
+def test_objects_that_refer_to_each_other() -> None:
+    first, second = Settings(), Settings()
+    first.inner, second.inner = second, [first]
+    watched = Watched(lambda self, x: x * self.held.inner.by)
+    watched.module.held = first
+    watched.agrees()
+    second.by = 3.0
+    watched.agrees()
+    assert watched.replayed == 6
+
+
+class Owner:
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+REFERENCES: dict[str, Callable[[nn.Module], Any]] = {
+    "list": lambda module: [module],
+    "object": Owner,
+    "bound method": lambda module: module.eval,
+    "method of an object that has it": lambda module: Owner(module).__call__,
+    "partial": lambda module: functools.partial(print, module),
+    "function": lambda module: lambda: module,
+    "class": lambda module: type("Holder", (), {"module": module}),
+}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("what", REFERENCES)
+@pytest.mark.parametrize("where", ["module", "inner", "weight"])
+def test_a_module_that_refers_to_itself_is_freed(what: str, where: str, shared: bool) -> None:
+    trunk, watched = Trunk(), Watched()
+    count = trunk.count if shared else watched.count
+    modules: list[Any] = trunk.blocks if shared else [watched.module]
+    for module in modules:
+        inner = module.product if shared else module.first
+        holder = {"module": module, "inner": inner, "weight": inner.weight}[where]
+        object.__setattr__(holder, "me", REFERENCES[what](module))
+    for _ in range(2):
+        trunk.agrees() if shared else watched.agrees()
+    assert sum(count.passed_on.values()) + count.replaced == (16 if shared else 12)
+    known = (trunk if shared else watched).steps._known
+    assert known
+    gone = [weakref.ref(module) for module in modules]
+    modules.clear()
+    watched.module = None  # type: ignore[assignment]
+    del module, inner, holder
+    gc.collect()
+    assert not any(ref() for ref in gone) and not known
+
+
+def test_a_module_that_refers_to_itself_is_replayed(watched: Watched) -> None:
+    watched.module.me = [watched.module]  # type: ignore[assignment]
+    watched.module.run = watched.module.eval  # type: ignore[assignment]
+    watched.agrees()
+    assert watched.replayed == 3
+    trunk = Trunk()
+    for block in trunk.blocks:
+        block.me = [block]  # type: ignore[assignment]
+    trunk.agrees()
+    assert (trunk.count.replaced, trunk.recorder.recorded) == (5, 1)
+
+
+def write(module: nn.Module) -> None:
+    """Write weights as averages of them do, and optimizers that keep copies. No version changes."""
+    for weight in module.parameters():
+        version = weight._version
+        weight.data.copy_(1.5 * weight)
+        assert weight._version == version
+
+
+@pytest.mark.parametrize("loop", ["none", "around each", "around the first", "of others"])
+def test_weights_written_through_data_are_read_under_autocast(watched: Watched, loop: str) -> None:
+    """Autocast keeps casts of weights, and a recording may keep them as long as one loop runs."""
+    parent = nn.ModuleList([nn.Identity() if loop == "of others" else watched.module])
+
+    def sample(_: nn.Module) -> None:
+        for _ in range(14):
+            with torch.autocast("cpu", torch.bfloat16):  # each has a cache of its own
+                watched.agrees(1)
+
+    for turn in range(4):
+        within = loop in ("around each", "of others") or (loop == "around the first" and turn == 0)
+        (graphs.loop(sample, Count()) if within else sample)(parent)
+        write(watched.module)
+    assert watched.replayed >= 4 * 10 and watched.reasons == {FIRST}
+
+
+def test_weights_of_blocks_written_through_data_are_read_under_autocast() -> None:
+    trunk = Trunk()
+
+    def sample(_: nn.Module) -> None:
+        for block in trunk.blocks:
+            with torch.autocast("cpu", torch.bfloat16):
+                trunk.agrees()
+            write(block)
+
+    graphs.loop(sample, Count())(nn.ModuleList(trunk.blocks))
+    assert trunk.count.replaced == 8 * 8 - 3
+
+
+def test_casts_are_kept_in_a_loop(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[bool] = []
+    record = watched.recorder.record
+
+    def noting(*args: Any, keeps_casts: bool, **named: Any) -> Any:
+        kept.append(keeps_casts)
+        return record(*args, keeps_casts=keeps_casts, **named)
+
+    monkeypatch.setattr(watched.recorder, "record", noting)
+    graphs.loop(lambda _: watched.agrees(), Count())(nn.ModuleList([watched.module]))
+    watched.agrees()
+    trunk = Trunk()
+    record = trunk.recorder.record
+    monkeypatch.setattr(trunk.recorder, "record", noting)
+    graphs.loop(lambda _: trunk.agrees(), Count())(nn.ModuleList(trunk.blocks))
+    assert kept == [True, False, False]
+
+
+def test_a_look_is_of_weights_too() -> None:
+    layer = nn.Linear(4, 4).eval()
+    seen = Seen(layer)
+    assert seen.holds() and [x.shape for x in seen.weights] == [(4, 4), (4,)]
+    layer.weight.detach().add_(1)
+    assert not seen.holds()

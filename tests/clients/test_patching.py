@@ -41,7 +41,7 @@ def test_every_name_is_replaced_counted_and_put_back(toy: Any) -> None:
     assert (patched.calls, patched.passed_on) == (5, {"more than 8 keys": 1})
     assert {str(site): function_at(site) for site in SITES} == before
     assert toy.attend is toy.layers._attention and not hasattr(toy.layers, "has_kernel")
-    for text in ("toy 1.0: 5 calls", "1  by the original: more than 8 keys", "3  toy_client.layers:_attention"):
+    for text in ("toy 1.0: 5 attention calls", "1  by the original: more than 8 keys", "3  toy_client.layers:_attention"):
         assert text in str(patched)
     toy.layers._attention(x(), x(), x(), [])
     assert patched.calls == 5, "the original again"

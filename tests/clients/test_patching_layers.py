@@ -8,10 +8,12 @@ from torch import Tensor
 
 import evoattn
 import evoattn.nn
-from evoattn.clients import patching
+from evoattn.clients import layers, patching
 from evoattn.clients.layers import layer
 from evoattn.clients.releases import sources
-from evoattn.clients.site import Count
+from evoattn.clients.site import KINDS, Count, in_words
+from evoattn.nn.known import LAYERS
+from evoattn.nn.known_blocks import BLOCKS
 from tests.clients.toy import Z
 
 
@@ -140,3 +142,46 @@ def test_a_layer_that_has_moved_is_refused_and_nothing_is_replaced(toy: Any, mon
     with pytest.raises(evoattn.clients.UnknownRelease, match="has another toy_client.triangle:Triangle.forward"):
         evoattn.patch("toy")
     assert toy.layers._attention is original and not patching.active
+
+
+def test_calls_are_counted_by_kind(triangle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer with an attention is an attention call; a multiplication, a transition or a block is none."""
+    with evoattn.patch("toy") as patched:
+        triangle(Z)
+        assert patched.calls_by_kind == {"attention call": 1}
+    names = {
+        "openfold.model.msa:MSAAttention": "attention call",
+        "openfold.model.triangular_multiplicative_update:TriangleMultiplicativeUpdate": "triangle multiplication",
+        "boltz.model.layers.triangular_mult:TriangleMultiplicationIncoming": "triangle multiplication",
+        "openfold.model.evoformer:MSATransition": "transition",
+        "transformers.models.esm.modeling_esmfold:EsmFoldResidueMLP": "transition",
+        "boltz.model.layers.pairformer:PairformerLayer": "pair block",
+        "boltz.model.layers.attentionv2:AttentionPairBias": "attention call",
+    }
+    assert {name: layers.sites(name)[0].kind for name in names} == names
+
+
+def test_every_known_layer_has_the_kind_of_ours() -> None:
+    sites = [site for name in patching.NAMES for site in patching.client(name).layers if site.counted]
+    assert {site.kind for site in sites} == set(KINDS)
+    for site in sites:
+        known = [name for name in (*LAYERS, *BLOCKS) if name.startswith(f"{site.module}.{site.name.partition('.')[0]}")]
+        blocks = [name for name in known if name in BLOCKS]
+        assert (site.kind == "pair block") == bool(blocks), site
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        ({}, ""),
+        ({"attention call": 0}, ""),
+        ({"pair block": 1}, "1 pair block"),
+        ({"transition": 2, "attention call": 1000}, "1,000 attention calls and 2 transitions"),
+        (
+            {"transition": 2, "attention call": 1, "triangle multiplication": 3},
+            "1 attention call, 3 triangle multiplications and 2 transitions",
+        ),
+    ],
+)
+def test_calls_in_words(calls: dict[str, int], words: str) -> None:
+    assert in_words(calls) == words

@@ -123,6 +123,20 @@ def test_the_line_about_steps(tmp_path: pathlib.Path) -> None:
     assert line.endswith(expected)
 
 
+def test_the_line_names_what_was_computed(tmp_path: pathlib.Path) -> None:
+    tally = running.Tally(tmp_path)
+    tally.add("patched", "boltz", "2.2.1")
+    tally.add("backend", "tiled")
+    for kind, calls in (("pair block", 2), ("attention call", 37), ("transition", 1), ("triangle multiplication", 3)):
+        for _ in range(calls):
+            tally.add("call", "boltz", "", kind)
+            tally.add("call", "boltz", "too long", kind)
+    assert run.summary(tmp_path, ("boltz",)) == (
+        "37 attention calls, 3 triangle multiplications, 1 transition and 2 pair blocks of boltz 2.2.1 computed by evoattn on "
+        "tiled; 37 attention calls, 3 triangle multiplications, 1 transition and 2 pair blocks by the original: too long"
+    )
+
+
 def test_an_environment_behind_a_symbolic_link(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "link").symlink_to(pathlib.Path(sys.executable).parent)
     script = tmp_path / "tool"

@@ -21,10 +21,11 @@ from evoattn.clients import running
 from evoattn.clients.graphs import ELSEWHERE
 from evoattn.clients.patching import NAMES, client
 from evoattn.clients.releases import UnknownRelease, check_files
+from evoattn.clients.site import in_words, joined
 
 _ABOUT = """\
 Runs a program whose attention evoattn computes, as `evoattn.patch` does, in the program and in its child processes.
-At the end one line on stderr says how many attention calls were ours, on which backends, and which were not and why.
+At the end one line on stderr counts the attentions, layers and blocks that were ours, the backends, and all others and why.
 """
 
 _EPILOG = """\
@@ -236,16 +237,16 @@ def _die_of(number: int) -> int:
 
 def summary(folder: pathlib.Path, names: tuple[str, ...]) -> str:
     """Tell in a line what the processes counted."""
-    computed = 0
-    passed_on: collections.Counter[str] = collections.Counter()
+    computed: collections.Counter[str] = collections.Counter()
+    passed_on: dict[str, collections.Counter[str]] = {}
     steps: collections.Counter[str] = collections.Counter()
     backends, patched, refused = set(), set(), set()
     for name, count in running.totals(folder).items():
         match name:
-            case ("call", _, ""):
-                computed += count
-            case ("call", _, reason):
-                passed_on[reason] += count
+            case ("call", _, "", kind):
+                computed[kind] += count
+            case ("call", _, reason, kind):
+                passed_on.setdefault(reason, collections.Counter())[kind] += count
             case ("step", _, reason):
                 steps[reason] += count
             case ("backend", backend):
@@ -258,16 +259,17 @@ def summary(folder: pathlib.Path, names: tuple[str, ...]) -> str:
     if any(folder.glob("*.uncounted")):
         refused.add(f"not all calls were counted: {folder.parent} cannot take the counts; TMPDIR names another place")
     if computed:
-        parts = [f"{_calls(computed)} of {_list(patched)} computed by evoattn on {_list(backends)}"]
+        parts = [f"{in_words(computed)} of {joined(sorted(patched))} computed by evoattn on {joined(sorted(backends))}"]
     elif patched:
-        parts = [f"{_list(patched)} patched, but no attention was called"]
+        parts = [f"{joined(sorted(patched))} patched, but no attention was called"]
     elif refused:
         parts = []
     elif not (folder / running.BEGAN).exists():
         parts = [_NEVER_BEGAN]
     else:
         parts = [f"nothing to patch: the program imported no attention of {', '.join(names)}"]
-    parts += [f"{_calls(count)} by the original: {reason}" for reason, count in passed_on.most_common()]
+    by_count = sorted(passed_on.items(), key=lambda item: -item[1].total())
+    parts += [f"{in_words(counts)} by the original: {reason}" for reason, counts in by_count]
     return "; ".join([*parts, *_steps(steps), *sorted(refused)])
 
 
@@ -280,13 +282,3 @@ def _steps(counts: collections.Counter[str]) -> list[str]:
     why = ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
     ran = f" and {sum(counts.values()):,} not ({why})" if why else ""
     return [f"{replayed:,} steps and blocks replayed as CUDA graphs{ran}"]
-
-
-def _calls(count: int) -> str:
-    return f"{count:,} attention call{'s' if count != 1 else ''}"
-
-
-def _list(names: set[str]) -> str:
-    """Names joined as in a sentence."""
-    *first, last = sorted(names)
-    return f"{', '.join(first)} and {last}" if first else last

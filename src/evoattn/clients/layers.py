@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
@@ -69,7 +70,16 @@ def known_sites(package: str, *, but: str = "", **options: Any) -> tuple[Site, .
 
 def sites(*names: str, least: int = 0, least_trained: int | None = None, method: str = ".forward") -> tuple[Site, ...]:
     """The layers "module:Class", whose `method` is replaced. least, least_trained: as `layer` takes them."""
-    return named(functools.partial(layer, least=least, least_trained=least_trained), *names, method=method)
+    replaced = named(functools.partial(layer, least=least, least_trained=least_trained), *names, method=method)
+    return tuple(dataclasses.replace(site, kind=_kind(name)) for site, name in zip(replaced, names, strict=True))
+
+
+def _kind(name: str) -> str:
+    """The kind of a layer or block "module:Class", of `KINDS`."""
+    if name.replace(":", ".") in BLOCKS:
+        return "pair block"
+    parts = {"Multiplicati": "triangle multiplication", "Transition": "transition", "MLP": "transition"}
+    return next((kind for part, kind in parts.items() if part in name.partition(":")[2]), "attention call")
 
 
 def layer(original: Callable[..., Any], count: Count, least: int = 0, least_trained: int | None = None) -> Callable[..., Any]:

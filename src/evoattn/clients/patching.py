@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from evoattn.clients import graphs as recorded
 from evoattn.clients.releases import UnknownRelease, check_files, check_function
-from evoattn.clients.site import Client, Count, Site
+from evoattn.clients.site import KINDS, Client, Count, Site, in_words
 from evoattn.core.devices import installed
 
 NAMES = ("alphafold3_pytorch", "boltz", "boltzgen", "esmfold", "opendde", "openfold", "openfold3", "protenix", "rf3")
@@ -64,6 +64,7 @@ class Patch:
         self.sites: tuple[str, ...] = ()
         self._applied: set[tuple[str, str]] = set()  # clients and kinds of sites
         self._counts: dict[str, Count] = {}
+        self._kinds: dict[str, str] = {}
         self._steps: dict[str, Count] = {}
         self._changes: list[_Change] = []
         self._replacements: dict[Site, Callable[..., Any]] = {}
@@ -74,8 +75,16 @@ class Patch:
 
     @property
     def calls(self) -> int:
-        """Calls that evoattn computed, at all sites."""
+        """Calls of attentions, layers and blocks that evoattn computed. A block is one call, with all its layers."""
         return sum(self.calls_by_site.values())
+
+    @property
+    def calls_by_kind(self) -> dict[str, int]:
+        """Calls that evoattn computed, as "attention call", "triangle multiplication", "transition" and "pair block"."""
+        calls = {kind: 0 for kind in KINDS if kind in self._kinds.values()}
+        for site, count in self._counts.items():
+            calls[self._kinds[site]] += count.replaced
+        return calls
 
     @property
     def calls_by_site(self) -> dict[str, int]:
@@ -119,7 +128,7 @@ class Patch:
 
     def __str__(self) -> str:
         clients = ", ".join(f"{name} {version}" for name, version in self.versions.items()) or "no client"
-        lines = [f"evoattn computes the attention of {clients}: {self.calls} calls"]
+        lines = [f"evoattn computes the attention of {clients}: {in_words(self.calls_by_kind) or 'no call'}"]
         lines += [f"  {calls:6d}  {site}" for site, calls in self.calls_by_site.items()]
         lines += [f"  {calls:6d}  by the original: {reason}" for reason, calls in self.passed_on.items()]
         for site, calls_by_reason in self.steps.items():
@@ -191,10 +200,10 @@ class Patch:
         for site, owner, name, original in targets:
             if site.replace is None or (site.missing is not None and installed(site.missing)):
                 continue
-            counts, kind = (self._steps, "step") if site in of.steps else (self._counts, "call")
+            counts, kind = (self._steps, "step") if site in of.steps else (self._counts, site.kind)
             count = counts.get(str(site)) or Count(self._tell and functools.partial(self._tell, kind))
             if site.counted:
-                counts[str(site)] = count
+                counts[str(site)], self._kinds[str(site)] = count, kind
             replacement = replacements[site] = functools.wraps(original)(site.replace(original, count))
             places = [(owner, name)] if inspect.isclass(owner) else _names_of(original, of)
             changes += [_Change(place, where, original, replacement) for place, where in places]
@@ -234,7 +243,7 @@ def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False)
             Calls that cannot be replayed run as they are, and the report says why.
 
     Returns:
-        A `Patch`: a context manager with `undo()`, `sites`, `calls`, `calls_by_site`, `passed_on` and `steps`.
+        A `Patch`: a context manager with `undo()`, `sites`, `calls`, `calls_by_kind`, `calls_by_site`, `passed_on` and `steps`.
 
     Raises:
         ValueError: the name is not known, or `graphs` is True and none of the client's steps can be recorded.
@@ -283,7 +292,7 @@ def patch_as_imported(
     Args:
         name: one of `NAMES`.
         module: full name of the module.
-        tell: is told of each call: "call" or "step", and then as by `Count`.
+        tell: is told of each call: its kind, of `KINDS`, or "step"; and then as by `Count`.
         layers: whether whole layers in the module are replaced too.
         graphs: whether steps in the module are recorded.
 

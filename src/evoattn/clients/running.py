@@ -136,7 +136,7 @@ def imported(module: str, names: list[str], folder: str | None, layers: bool = T
             continue
 
         def tell(kind: str, reason: str, name: str = name) -> None:
-            tally.add(kind, name, reason)
+            tally.add(*(("step", name, reason) if kind == "step" else ("call", name, reason, kind)))
 
         try:
             patched = patch_as_imported(name, module, tell, layers=layers, graphs=graphs)

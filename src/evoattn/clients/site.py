@@ -7,7 +7,7 @@ import contextlib
 import contextvars
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,20 +88,37 @@ def is_repeated() -> bool:
     return _repeated.get()
 
 
+KINDS = ("attention call", "triangle multiplication", "transition", "pair block")
+"""What a call of a site may compute. A layer with an attention is an attention call; a block has several layers."""
+
+
+def in_words(calls_by_kind: Mapping[str, int]) -> str:
+    """Tell how many calls of each kind there were, as "2 attention calls and 1 pair block"; "" if there were none."""
+    parts = [f"{calls:,} {kind}{'s' if calls != 1 else ''}" for kind in KINDS if (calls := calls_by_kind.get(kind, 0))]
+    return joined(parts)
+
+
+def joined(parts: Sequence[str]) -> str:
+    """Join words as in a sentence."""
+    *first, last = parts or [""]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 Replace = Callable[[Callable[..., Any], Count], Callable[..., Any]]
 """Makes a replacement of a function from it and from what counts its calls."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """A function that computes attention, or that decides which one does.
+    """A function that computes attention or a layer, or that decides which one does.
 
     Args:
         module: its module, by its full name.
         name: the function in the module, or "Class.function"; or "Class", to check all of its source.
         replace: makes what stands there instead. None: it is only checked, because the replacements rely on it.
         missing: the site is replaced only if this module is not installed.
-        counted: whether its calls are counted. Not if it calls another site, which counts them, or is no attention.
+        counted: whether its calls are counted. Not if it calls another site, which counts them, or computes nothing of `KINDS`.
+        kind: what a call of it computes, of `KINDS`.
     """
 
     module: str
@@ -109,6 +126,7 @@ class Site:
     replace: Replace | None = None
     missing: str | None = None
     counted: bool = True
+    kind: str = KINDS[0]
 
     def __str__(self) -> str:
         return f"{self.module}:{self.name}"

@@ -18,7 +18,7 @@ BUILD = ROOT / "build" / "whole"
 ALIGNMENT = ROOT / "examples" / "ubiquitin.a3m"
 """Its first sequence, 76 residues, is the input of all programs."""
 
-COLUMNS = "{:14}{:>7}{:>10}{:>15}{:>8}"
+COLUMNS = "{:14}{:>7}{:>10}{:>15}  {}"
 
 
 def main(names: list[str]) -> int:
@@ -46,7 +46,7 @@ def _compare(folder: pathlib.Path, model: str, command: str, environment: dict[s
     printed = _run(f"evoattn run {command}", ours, environment)
     found = compare(plain, ours)
     calls = calls_of(printed)
-    print(COLUMNS.format(model, found.atoms, f"{found.size:.3g}", f"{found.largest:.1e}", calls), flush=True)
+    print(COLUMNS.format(model, found.atoms, f"{found.size:.3g}", f"{found.largest:.1e}", calls or 0), flush=True)
     return found.faults + ([] if calls else ["evoattn run replaced no call"])
 
 
@@ -64,10 +64,10 @@ def _run(command: str, out: pathlib.Path, environment: dict[str, str]) -> str:
     return printed
 
 
-def calls_of(printed: str) -> int:
-    """How many attention calls `evoattn run` says that it computed."""
-    found = re.search(r"^evoattn run: ([\d,]+) attention calls? of .* computed by evoattn", printed, re.MULTILINE)
-    return int(found[1].replace(",", "")) if found else 0
+def calls_of(printed: str) -> str:
+    """The attentions, layers and blocks that `evoattn run` says that it computed, or ""."""
+    found = re.search(r"^evoattn run: (\d[\w, ]*) of .* computed by evoattn", printed, re.MULTILINE)
+    return found[1] if found else ""
 
 
 if __name__ == "__main__":

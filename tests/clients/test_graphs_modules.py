@@ -313,6 +313,24 @@ def test_what_cannot_be_compared_is_not_recorded(held: Any, reason: str) -> None
     assert watched.count.passed_on == {reason: 6} and not watched.recorder.recorded
 
 
+class Unreadable:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("nobody may look")
+
+
+def test_what_cannot_be_looked_at_is_not_recorded() -> None:
+    for held, reason in (
+        (torch.jit.script(nn.Linear(4, 4)), "a module inside is a ScriptModule"),
+        (Unreadable(), "a module inside cannot be compared: RuntimeError: nobody may look"),
+    ):
+        watched = Watched()
+        watched.module.held = held
+        watched.module.eval()
+        watched.agrees()
+        assert watched.count.passed_on == {reason: 6}
+
+
 def test_objects_that_refer_to_each_other() -> None:
     first, second = Settings(), Settings()
     first.inner, second.inner = second, [first]

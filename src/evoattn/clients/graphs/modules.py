@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
@@ -48,11 +49,16 @@ class Seen:
         self._at: list[int] = []
         self._values: Values | None = None
         self._hooked = False
-        self._weights = [weakref.ref(x) for x in _members(map(vars, (of, *inner))) if isinstance(x, Tensor)]
-        devices = {x.device for x in self.weights}
-        self.device = devices.pop() if len(devices) == 1 else None
-        self.obstacle = self._obstacle(of, inner)
+        self._weights: list[weakref.ref[Tensor]] = []
+        self.device: torch.device | None = None
+        self.obstacle = ""
         try:
+            if any(isinstance(x, torch.jit.ScriptModule) for x in (of, *inner)):
+                raise NotCaptured("a module inside is a ScriptModule")
+            self._weights = [weakref.ref(x) for x in _members(map(vars, (of, *inner))) if isinstance(x, Tensor)]
+            devices = {x.device for x in self.weights}
+            self.device = devices.pop() if len(devices) == 1 else None
+            self.obstacle = self._obstacle(of, inner)
             self._others, states, mentioned = _reached(of, inner)
             self._classes = list(states.values())
             self._note(of, inner)

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -65,6 +66,50 @@ def test_twice_is_once(toy: Any) -> None:
         assert evoattn.patch("toy") is other, "one that is undone already takes no other with it"
 
 
+def test_each_call_is_undone_for_itself(toy: Any) -> None:
+    original = toy.layers._attention
+    first, second = evoattn.patch("toy"), evoattn.patch("toy")
+    second.undo()
+    assert toy.layers._attention is not original and patching.active
+    first.undo()
+    assert toy.layers._attention is original and not patching.active
+    first.undo()
+    with evoattn.patch("toy"):
+        evoattn.patch("toy").undo()
+        assert toy.layers._attention is not original, "the block holds on"
+        evoattn.patch("toy")
+    assert toy.layers._attention is original, "a block ends the calls inside it"
+    patched = evoattn.patch("toy")
+    with evoattn.patch("toy"):
+        patched.undo()
+        assert toy.layers._attention is not original
+    assert toy.layers._attention is original, "in either order"
+
+
+def test_a_refused_second_call_is_none(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = toy.layers._attention
+    with evoattn.patch("toy", layers=False):
+        monkeypatch.setattr(patching.Patch, "_mend", lambda *_: (_ for _ in ()).throw(ImportError("gone")))
+        with pytest.raises(ImportError, match="gone"):
+            evoattn.patch("toy")
+        assert toy.layers._attention is not original
+    assert toy.layers._attention is original
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_the_report_tells_of_forked_processes(toy: Any) -> None:
+    with evoattn.patch("toy") as patched:
+        assert "forked" not in str(patched)
+        for count in ("1 process that was forked", "2 processes that were forked"):
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+            assert f"calls in {count} since are not counted here" in str(patched)
+    with evoattn.patch("toy") as patched:
+        assert "forked" not in str(patched)
+
+
 def test_a_patch_may_be_entered_again(triangle: Any) -> None:
     """It replaces the same functions, layers too, and its counts go on."""
     layers: Any = sys.modules["toy_client.layers"]
@@ -113,6 +158,7 @@ def test_what_others_put_over_ours_stays_when_patched_again(toy: Any) -> None:
     assert evoattn.patch("toy") is patched
     assert toy.layers._attention is over and toy.layers.kernel is replacement
     assert str(patched).count("any more") == 1 and "any more: toy_client.layers:kernel" in str(patched)
+    patched.undo()
     with pytest.warns(UserWarning, match="not put back"):
         patched.undo()
 

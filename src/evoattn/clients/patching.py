@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import os
 import sys
 import types
 import warnings
@@ -52,7 +53,11 @@ class _Change:
 class Patch:
     """The functions that a patch replaced, and counts of their calls. As a context manager, it restores the originals at exit.
 
-    A patch that was undone may be entered again: it then replaces the same functions, and its counts go on.
+    A second call of `patch` for a client returns the same object. The originals come back when each call is undone, by its
+    `with` block or by `undo`. A `with` block also undoes the calls inside it. A patch that was undone may be entered again: it
+    then replaces the same functions, and its counts go on.
+
+    Counts are those of this process. A forked process has a copy of them.
 
     Attributes:
         sites: the functions that were replaced, as "module:function".
@@ -68,10 +73,11 @@ class Patch:
         self._steps: dict[str, Count] = {}
         self._changes: list[_Change] = []
         self._replacements: dict[Site, Callable[..., Any]] = {}
-        self._entered: list[bool] = []
-        self._fresh = True
-        self._undone = False
+        self._calls = 1  # of `patch`, that are not undone
+        self._fresh = 1  # of these, those without a `with` block
+        self._entered: list[tuple[bool, int]] = []
         self._tell = tell
+        self._forks_before = len(_forks())
 
     @property
     def calls(self) -> int:
@@ -102,29 +108,44 @@ class Patch:
         return {site: {"": count.replaced, **count.passed_on} for site, count in self._steps.items()}
 
     def undo(self) -> None:
-        """Put the originals back, and free the memory of CUDA graphs. Counts are kept."""
+        """Undo one call of `patch`.
+
+        The last one puts the originals back, and frees the memory of CUDA graphs. Counts are kept.
+        """
+        self._leave(self._calls - 1)
+
+    def __enter__(self) -> Patch:
+        if not self._calls:
+            self._redo()
+        own = self._fresh > 0
+        self._entered.append((own, self._calls - own))
+        self._fresh -= own
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        own, others = self._entered.pop()
+        self._leave(min(self._calls - own, others))
+
+    def _leave(self, calls: int) -> None:
+        """Let so many calls of `patch` be in force, and undo the others."""
+        was, self._calls = self._calls, max(calls, 0)
+        self._fresh = min(self._fresh, self._calls)
+        if was and not self._calls:
+            self._restore()
+
+    def _restore(self) -> None:
+        """Put the originals back."""
         for replacement in self._replacements.values():
             recorded.release(replacement)
         lost = [change.name for change in reversed(self._changes) if not change.undo()]
         self._changes.clear()
         self._replacements.clear()
-        self._undone = True
         for name in self.versions:
             if active.get(name) is self:
                 del active[name]
         if lost:
-            warnings.warn(f"not put back, because others have replaced them since: {', '.join(lost)}", stacklevel=2)
-
-    def __enter__(self) -> Patch:
-        if self._undone:
-            self._redo()
-        self._entered.append(self._fresh)
-        self._fresh = False
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._entered.pop():
-            self.undo()
+            names = ", ".join(lost)
+            warnings.warn(f"not put back, because others have replaced them since: {names}", stacklevel=4)
 
     def __str__(self) -> str:
         clients = ", ".join(f"{name} {version}" for name, version in self.versions.items()) or "no client"
@@ -135,6 +156,9 @@ class Patch:
             words = {reason: f"not replayed, {reason}" if reason else "replayed as a CUDA graph" for reason in calls_by_reason}
             lines += [f"  {calls:6d}  {words[reason]}: {site}" for reason, calls in calls_by_reason.items() if calls]
         lines += [f"  not by evoattn any more: {site} was reloaded, or replaced by others" for site in self._lost()]
+        if forks := len(_forks()) - self._forks_before:
+            processes = "1 process that was" if forks == 1 else f"{forks} processes that were"
+            lines.append(f"  calls in {processes} forked since are not counted here")
         return "\n".join(lines)
 
     def _apply(self, of: Client, layers: bool, graphs: bool) -> None:
@@ -156,7 +180,7 @@ class Patch:
         others = [name for name in self.versions if name in active]
         if others:
             raise RuntimeError(f"another patch of {', '.join(others)} is active: undo it before you enter this one again")
-        self._undone, self._fresh = False, True
+        self._calls = self._fresh = 1
         try:
             for name in self.versions:
                 of = client(name)
@@ -165,7 +189,7 @@ class Patch:
                         self._replace(of, part.sites, part.values)
                 active[name] = self
         except BaseException:
-            self.undo()
+            self._leave(0)
             raise
 
     def _lost(self) -> list[Site]:
@@ -218,6 +242,15 @@ class Patch:
         self.sites = tuple(dict.fromkeys((*self.sites, *map(str, replacements))))
 
 
+@functools.cache
+def _forks() -> list[int]:
+    """A list that gets a 1 for each process that is forked from now on."""
+    forks: list[int] = []
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_parent=functools.partial(forks.append, 1))
+    return forks
+
+
 active: dict[str, Patch] = {}
 """The patch of each client that is patched."""
 
@@ -227,7 +260,7 @@ def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False)
 
     This replaces every function of the client that computes attention, and the layers and blocks around it that `evoattn.nn`
     has. The client's answers stay the same but for rounding, also in padded rows. A second call for the same client replaces
-    only what was reloaded since, by `importlib.reload`.
+    only what was reloaded since, by `importlib.reload`. The client stays patched until both calls are undone.
 
     Args:
         name: "alphafold3_pytorch", "boltz", "boltzgen", "esmfold", "opendde", "openfold", "openfold3", "protenix" or "rf3".
@@ -263,11 +296,15 @@ def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False)
     if graphs and not client(name).steps:
         known = ", ".join(repr(each) for each in NAMES if client(each).steps)
         raise ValueError(f"graphs must be False for {name!r}: CUDA graphs are recorded of {known}")
-    patched = active.get(name) or Patch()
-    if name in active:
-        patched._fresh = False
-        patched._mend(client(name))
+    if name not in active:
+        patched = Patch()
+        patched._apply(client(name), layers, graphs)
+        return patched
+    patched = active[name]
+    patched._mend(client(name))
     patched._apply(client(name), layers, graphs)
+    patched._calls += 1
+    patched._fresh += 1
     return patched
 
 
@@ -306,6 +343,7 @@ def patch_as_imported(
     if name not in active:
         check_files(of)
         patched = Patch(tell=tell)
+        patched._fresh = 0
         patched.versions[name] = str(of.installed)
         patched._applied = {(name, part.kind) for part in _parts(of, layers, graphs)}
         active[name] = patched

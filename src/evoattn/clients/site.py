@@ -89,7 +89,7 @@ def is_repeated() -> bool:
 
 
 KINDS = ("attention call", "triangle multiplication", "transition", "pair block")
-"""What a call of a site may compute. A layer with an attention is an attention call; a block has several layers."""
+"""Kinds of calls that are counted. A layer with an attention is an attention call; a block has several layers."""
 
 
 def in_words(calls_by_kind: Mapping[str, int]) -> str:

@@ -331,6 +331,24 @@ def test_what_cannot_be_looked_at_is_not_recorded() -> None:
         assert watched.count.passed_on == {reason: 6}
 
 
+def test_what_is_no_obstacle_any_more_is_recorded() -> None:
+    watched = Watched(lambda self, x: self.lazy(x))
+    watched.module.lazy = nn.LazyLinear(4).eval()
+    assert Seen(watched.module).obstacle == "a weight is of a subclass of Tensor"
+    watched.agrees(7)
+    assert watched.replayed == 4, watched.reasons
+    watched.module.first.weight = nn.Parameter(draw(2, 4, 4).as_subclass(Mine))
+    assert Seen(watched.module).obstacle
+    watched(draw(1))
+    watched.module.first.weight = nn.Parameter(draw(1, 4, 4))
+    watched.agrees()
+    assert watched.replayed == 7 and watched.reasons == {FIRST, "a weight is of a subclass of Tensor"}
+
+
+class Mine(Tensor):
+    pass
+
+
 def test_objects_that_refer_to_each_other() -> None:
     first, second = Settings(), Settings()
     first.inner, second.inner = second, [first]

@@ -65,7 +65,7 @@ class Seen:
             values = self._look()
             tensors = [x for x in (*values, *mentioned) if isinstance(x, Tensor)]
             self._tensors, self._versioned = [weakref.ref(x) for x in tensors], [not x.is_inference() for x in tensors]
-            self._at = self._addresses()
+            self._at = [] if self.obstacle else self._addresses()
             self._values = Values(values)
         except Exception as error:  # whatever an object of the client raises when it is looked at
             known = isinstance(error, NotCaptured)
@@ -84,7 +84,7 @@ class Seen:
         try:
             if not self._values.are(self._look()) or not all(x.holds() for x in self._classes):
                 return False
-            return self._addresses() == self._at
+            return bool(self.obstacle) or self._addresses() == self._at
         except Exception:  # a module or an attribute is gone, or what stands there now cannot be compared
             return False
 

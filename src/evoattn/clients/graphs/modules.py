@@ -30,8 +30,8 @@ class Seen:
     written.
 
     Everything else counts that the code of the modules can read of them: attributes, what lists, dicts and objects among these
-    contain, and the attributes of their classes. It takes .6 ms to compare the 973 modules of Boltz-2's denoiser, on a CPU of
-    2.5 GHz.
+    contain, and the attributes of their classes. On an AMD EPYC it takes 1.3 ms to compare the 973 modules of Boltz-2's
+    denoiser, and .1 ms for a block of its trunk.
 
     Attributes:
         device: where all weights lie, or None.

@@ -133,7 +133,7 @@ def stand_in() -> None:
     KINDS[f"{__name__}.Block"] = KINDS[f"{openfold3}.latent.pairformer.PairFormerBlock"]
     of_layer = f"{boltz}.layers.pairformer.PairformerLayer"
     BLOCKS[f"{__name__}.Layer"], KINDS[f"{__name__}.Layer"] = BLOCKS[of_layer], KINDS[of_layer]
-    dropout = types.ModuleType(f"{boltz}.layers.dropout")
+    dropout = types.ModuleType(f"{boltz}.layers.pairformer")
     dropout.get_dropout_mask = get_dropout_mask  # type: ignore[attr-defined]
     sys.modules[dropout.__name__] = dropout
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
-import types
 from typing import Any
 
 import pytest
@@ -17,9 +15,8 @@ from evoattn.clients import layers
 from evoattn.clients.layers import layer as patched_block
 from evoattn.clients.site import Count
 from tests.nn import standins
-from tests.nn.standins import CHANNELS, assert_close, edges, filled, normal, register
-from tests.nn.standins.multiplications import In, Out
-from tests.nn.standins.pair_blocks import CALLS, Attention, Layer, Multiplied, Pairs, Wide, get_dropout_mask
+from tests.nn.standins import CHANNELS, assert_close, edges, filled, normal, pair_blocks
+from tests.nn.standins.pair_blocks import CALLS, Layer, Pairs
 
 _OF3, _BOLTZ = "openfold3.core.model", "boltz.model.layers"
 
@@ -28,19 +25,7 @@ _OF3, _BOLTZ = "openfold3.core.model", "boltz.model.layers"
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-ins are taken for the clients' layers and blocks."""
     CALLS.clear()
-    names: dict[type[nn.Module], str] = {
-        Attention: f"{_OF3}.layers.triangular_attention.TriangleAttention",
-        Multiplied: f"{_OF3}.layers.triangular_multiplicative_update.TriangleMultiplicativeUpdate",
-        Wide: f"{_OF3}.layers.transition.SwiGLUTransition",
-        Out: f"{_BOLTZ}.triangular_mult.TriangleMultiplicationOutgoing",
-        In: f"{_BOLTZ}.triangular_mult.TriangleMultiplicationIncoming",
-        Pairs: f"{_OF3}.latent.base_blocks.PairBlock",
-        Layer: f"{_BOLTZ}.pairformer.PairformerLayer",
-    }
-    register(monkeypatch, names)
-    dropout = types.ModuleType(f"{_BOLTZ}.dropout")
-    dropout.get_dropout_mask = get_dropout_mask  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, dropout.__name__, dropout)
+    pair_blocks.stand_in(monkeypatch)
 
 
 def blocks() -> list[Any]:

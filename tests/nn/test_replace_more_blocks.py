@@ -127,7 +127,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
         Dde: "opendde.model.modules.pairformer.PairformerBlock",
     }
     register(monkeypatch, names)
-    dropout = types.ModuleType("boltzgen.model.layers.dropout")
+    dropout = types.ModuleType("boltzgen.model.layers.pairformer")
     dropout.get_dropout_mask = get_dropout_mask  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, dropout.__name__, dropout)
     for calls in (CALLS, protenix.CALLS, DRAWN):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 import types
 from typing import Any
 
@@ -16,10 +15,8 @@ import evoattn.nn as evoattn_nn
 from evoattn.clients.layers import layer as patched_layer
 from evoattn.clients.site import Count
 from evoattn.nn.submodules import is_linear, is_norm
-from tests.nn.standins import CHANNELS, assert_close, edges, filled, installed, normal, outcome, register
-from tests.nn.standins.protenix import CALLS, UNSCALED, Attention, Block, Multiplied, PairBias, Track, Wide
-
-_FUSED = "protenix.model.modules.fused_ops"
+from tests.nn.standins import CHANNELS, assert_close, edges, filled, installed, normal, outcome, protenix
+from tests.nn.standins.protenix import CALLS, UNSCALED, Attention, Block, PairBias, Track
 
 
 @pytest.fixture(autouse=True)
@@ -27,23 +24,12 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-ins are taken for Protenix' classes."""
     CALLS.clear()
     monkeypatch.setenv("LAYERNORM_TYPE", "torch")  # it compiles an extension otherwise
-    names: dict[type[nn.Module], str] = {
-        Attention: "triangular.triangular.TriangleAttention",
-        Multiplied: "triangular.triangular.TriangleMultiplicativeUpdate",
-        Wide: "modules.primitives.Transition",
-        PairBias: "modules.transformer.AttentionPairBias",
-        Block: "modules.pairformer.PairformerBlock",
-    }
-    register(monkeypatch, {kind: f"protenix.model.{name}" for kind, name in names.items()})
+    protenix.stand_in(monkeypatch)
 
 
 @pytest.fixture
 def unfused(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """Stands for the module that says whether a kernel draws the dropout masks."""
-    module = types.ModuleType(_FUSED)
-    module.TRITON_FUSED_OPS_AVAILABLE = False  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, _FUSED, module)
-    return module
+    return protenix.stand_in_unfused(monkeypatch)
 
 
 def inputs(block: Any, residues: int = 7, dtype: torch.dtype = torch.float64) -> list[Tensor | None]:

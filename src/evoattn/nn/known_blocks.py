@@ -6,8 +6,8 @@ A block only saves time. If it would miss a hook or an argument, the client's ow
 from __future__ import annotations
 
 import functools
-import importlib
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,6 +31,9 @@ _PAIR_LAYERS = ("tri_mul_out", "tri_mul_in", "tri_att_start", "tri_att_end")
 
 _END = 3
 """The place of the attention around the ending node."""
+
+_PAIRFORMER = "model.layers.pairformer"
+"""The module of Boltz' and BoltzGen's blocks, in which they look `get_dropout_mask` up."""
 
 
 class _PairLayers(nn.Module):
@@ -138,7 +141,7 @@ def _call_boltz_pairs(
     diffusion.
     """
     ignore(switches)
-    drop = importlib.import_module(f"{package}.model.layers.dropout").get_dropout_mask
+    drop = sys.modules[f"{package}.{_PAIRFORMER}"].get_dropout_mask
     first = z.dtype
     z = z.to(torch.promote_types(first, torch.float32))  # as Boltz' z becomes by its dropout mask, also in inference
 
@@ -180,7 +183,7 @@ def _call_protenix_block(
     ignore(switches)
     check_scaled(z, triangle_attention)
     rate = block.p_drop if block.training and not inplace_safe else 0.0
-    if rate and importlib.import_module("protenix.model.modules.fused_ops").TRITON_FUSED_OPS_AVAILABLE:
+    if rate and sys.modules["protenix.model.modules.fused_ops"].TRITON_FUSED_OPS_AVAILABLE:
         raise UnknownArgument("FUSED_DROPOUT_RESIDUAL, for which Protenix draws other random numbers")
 
     def draw(z: Tensor, which: int) -> Tensor | None:
@@ -263,7 +266,6 @@ class KnownBlock(NamedTuple):
         return layers
 
 
-_PAIRFORMER = "model.layers.pairformer"
 _BOLTZ_SINGLE = ("pre_norm_s", "attention", "transition_s", "s_post_norm")
 _PROTENIX_SINGLE = ("attention_pair_bias", "single_transition")
 _ESMFOLD_SINGLE = ("layernorm_1", "pair_to_sequence", "seq_attention", "drop", "mlp_seq", "sequence_to_pair")

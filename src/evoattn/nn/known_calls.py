@@ -6,7 +6,7 @@ Masks may lack leading axes along which they do not vary, and so may the pair re
 from __future__ import annotations
 
 import functools
-import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -84,7 +84,7 @@ def pair_bias(layer: Layer, a: Tensor, z: Tensor, **arguments: Any) -> Tensor:
 
 def check_scaled(x: Tensor, triangle_attention: str) -> None:
     """Raise ClientsOwn if Protenix' triangle attention of x does not scale q: it takes no kernel for so few residues."""
-    if x.shape[-2] <= _FEW and triangle_attention in ("cuequivariance", "deepspeed"):
+    if triangle_attention in ("cuequivariance", "deepspeed") and x.shape[-2] <= _FEW:
         raise ClientsOwn(f"{_FEW} residues or fewer with {triangle_attention}, for which the client does not scale q")
 
 
@@ -154,7 +154,7 @@ def rf3_triangle(layer: Any, pair: Tensor) -> Tensor:
 def rf3_multiplication(layer: Any, pair: Tensor) -> Tensor:
     """Call the layer with RosettaFold-3's argument. Without cuEquivariance it divides the product by the number of residues."""
     mask = None
-    if not (layer.by_cuequivariance and importlib.import_module("rf3.model.layers.attention").SHOULD_USE_CUEQUIVARIANCE):
+    if not (layer.by_cuequivariance and sys.modules["rf3.model.layers.attention"].SHOULD_USE_CUEQUIVARIANCE):
         dtype = torch.promote_types(pair.dtype, torch.float32)
         mask = pair.new_full((1,) * (pair.ndim - 1), pair.shape[-2] ** -0.5, dtype=dtype)  # a factor of both halves
     return layer(pair, mask)  # type: ignore[no-any-return]

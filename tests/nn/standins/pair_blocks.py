@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import evoattn.nn as evoattn_nn
-from tests.nn.standins import CHANNELS
+from tests.nn.standins import CHANNELS, register
 from tests.nn.standins.multiplications import In, Out, Split
 
 CALLS: list[str] = []
@@ -21,7 +24,11 @@ class Attention(evoattn_nn.TriangleAttention):
     def __init__(self, starting: bool = True) -> None:
         super().__init__(CHANNELS, 4, 2, starting)
         self.c_hidden = 4
-        self.linear_z = self.linear
+
+    @property
+    def linear_z(self) -> nn.Module:
+        """OpenFold-3's name of `linear`."""
+        return self.linear
 
     def forward(self, x: Tensor, mask: Any = None, transpose_bias: bool = False, **_: Any) -> Tensor:  # type: ignore[override]
         CALLS.append("attention")
@@ -128,3 +135,21 @@ class Track(nn.Module):
 
     def forward(self, s: Tensor, z: Tensor, mask: Tensor, k_in: Tensor) -> Tensor:
         return torch.softmax(z.sum(-1), -1) @ (k_in * mask[..., None])
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take these classes for OpenFold-3's and Boltz'."""
+    openfold3, boltz = "openfold3.core.model", "boltz.model.layers"
+    names: dict[type[nn.Module], str] = {
+        Attention: f"{openfold3}.layers.triangular_attention.TriangleAttention",
+        Multiplied: f"{openfold3}.layers.triangular_multiplicative_update.TriangleMultiplicativeUpdate",
+        Wide: f"{openfold3}.layers.transition.SwiGLUTransition",
+        Out: f"{boltz}.triangular_mult.TriangleMultiplicationOutgoing",
+        In: f"{boltz}.triangular_mult.TriangleMultiplicationIncoming",
+        Pairs: f"{openfold3}.latent.base_blocks.PairBlock",
+        Layer: f"{boltz}.pairformer.PairformerLayer",
+    }
+    register(monkeypatch, names)
+    module = types.ModuleType(f"{boltz}.pairformer")
+    module.get_dropout_mask = get_dropout_mask  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)

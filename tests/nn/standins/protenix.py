@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import evoattn.nn as evoattn_nn
-from tests.nn.standins import CHANNELS
+from tests.nn.standins import CHANNELS, register
 from tests.nn.standins.multiplications import Split
 
 CALLS: list[str] = []
@@ -163,3 +166,23 @@ class PairBias(nn.Module):
         CALLS.append("pair bias")
         bias = self.linear_nobias_z(self.layernorm_z(z))
         return self.attention(self.layernorm_a(a), bias if extra_attn_bias is None else bias + extra_attn_bias[..., None])  # type: ignore[no-any-return]
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take these classes for Protenix'."""
+    names: dict[type[nn.Module], str] = {
+        Attention: "triangular.triangular.TriangleAttention",
+        Multiplied: "triangular.triangular.TriangleMultiplicativeUpdate",
+        Wide: "modules.primitives.Transition",
+        PairBias: "modules.transformer.AttentionPairBias",
+        Block: "modules.pairformer.PairformerBlock",
+    }
+    register(monkeypatch, {kind: f"protenix.model.{name}" for kind, name in names.items()})
+
+
+def stand_in_unfused(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """Take a module for Protenix' that says whether a kernel draws the dropout masks: none does."""
+    module = types.ModuleType("protenix.model.modules.fused_ops")
+    module.TRITON_FUSED_OPS_AVAILABLE = False  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module

@@ -175,14 +175,8 @@ def test_masks_of_other_dtypes_are_added(dtype: torch.dtype) -> None:
     torch.testing.assert_close(openfold.attention(q, k, v, [bias]), original(q, k, v, [bias.float()]), rtol=1e-5, atol=2e-6)
 
 
-def test_compiled_and_under_autocast() -> None:
+def test_attention_under_autocast_agrees_with_openfold() -> None:
     q, k, v, biases = make((2, 5), [MASK, (2, 1, 4, 7, 9)])
-    torch.compiler.reset()
-    compiled = torch.compile(openfold.attention, fullgraph=True, backend="aot_eager")
-    for actual, expected_gradients in zip(
-        step(compiled, q, k, v, biases), step(openfold.attention, q, k, v, biases), strict=True
-    ):
-        torch.testing.assert_close(actual, expected_gradients)
     with torch.autocast("cpu", torch.bfloat16):
         o, *gradients = step(openfold.attention, q, k, v, biases)
     assert o.dtype == torch.bfloat16 and all(x.dtype == torch.float32 for x in gradients)

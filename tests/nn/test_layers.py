@@ -127,17 +127,6 @@ def test_which_attentions_apply_the_gate(case: Dense, empty_rows: str, monkeypat
 
 
 @EACH
-def test_compiles_as_one_graph(case: Dense) -> None:
-    layer = case.layer()
-    inputs, mask = case.arguments()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    leaves = leaves_of(layer)
-    actual = step(compiled, leaves, inputs, mask)
-    for x, y in zip(actual, step(layer, leaves, inputs, mask), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
-
-
-@EACH
 def test_no_numbers(case: Dense) -> None:
     """Both passes on the meta device, for whoever counts operations or plans memory."""
     layer = case.layer(torch.float32)
@@ -147,17 +136,6 @@ def test_no_numbers(case: Dense) -> None:
     empty = copy.deepcopy(layer).to("meta")
     actual = step(empty, leaves_of(empty), shapes, mask.to("meta"))
     assert [(x.shape, x.dtype) for x in actual] == [(x.shape, x.dtype) for x in expected]
-
-
-@pytest.mark.slow
-def test_another_length_compiles_nothing_anew() -> None:
-    layer = evoattn_nn.TriangleAttention(12, 6, 4, starting=False).double()
-    torch._dynamo.reset()  # other tests have compiled the same code
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for length in (5, 6, 9):
-            z, mask = torch.randn(1, length, length, 12, dtype=torch.float64, requires_grad=True), torch.ones(1, length, length)
-            torch.testing.assert_close(compiled(z, mask), layer(z, mask), rtol=1e-12, atol=1e-12)
 
 
 @EACH

@@ -134,15 +134,11 @@ def test_a_layer_may_be_exchanged_and_hooked() -> None:
     torch.testing.assert_close(actual, module.pair_transition(module.tri_att_end(half, mask)))
 
 
-def test_copies_and_compiled_blocks_give_the_same() -> None:
+def test_copies_of_blocks_give_the_same() -> None:
     module, (s, z, mask, pairs) = pairformer().eval(), inputs()
     expected = module(s, z, mask, pairs)
     for b in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert all(torch.equal(x, y) for x, y in zip(b(s, z, mask, pairs), expected, strict=True))
-    torch.compiler.reset()
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for a, b in zip(compiled(s, z, mask, pairs), expected, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_errors_name_the_argument() -> None:

@@ -202,7 +202,7 @@ def test_a_trace_in_float32(name: str) -> None:
     """The means of rows without a key are a call of Python, which no saved graph holds."""
     layer: Any = layer_of(name).float().requires_grad_(False)
     inputs, _ = example(name, dtype=torch.float32)
-    with pytest.raises(RuntimeError, match='takes no mask with empty_rows="mean": make the layer with empty_rows="native"'):
+    with pytest.raises(RuntimeError, match='takes no mask with empty_rows="mean": pass empty_rows="native"'):
         traced(layer, inputs)
     layer.empty_rows = "native"
     torch.testing.assert_close(traced(layer, inputs)(*inputs), layer(*inputs))

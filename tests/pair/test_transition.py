@@ -121,13 +121,6 @@ def test_transition_under_vmap_and_grad_agrees_with_float64() -> None:
     assert relative_error(dx, expected[1]) < 1e-12
 
 
-def test_compiled_transition_agrees_with_float64() -> None:
-    parameters, (x, mask, do) = weights(6, 4, gated=True, bias=True), inputs((3, 5), 6)
-    options = Options(1e-5, True)
-    out = torch.compile(call, backend="aot_eager", fullgraph=True)(x, mask, parameters, options)
-    assert worst(differentiated(out, x, parameters, do), truth(x, mask, parameters, options, do)) < 1e-12
-
-
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"activation": "gelu"}, ValueError, "activation must be 'swiglu' or 'relu', got 'gelu'"),
     ({"activation": "relu"}, ValueError, "b_weight and b_bias must be None with activation='relu'"),

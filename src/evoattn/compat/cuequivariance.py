@@ -10,13 +10,13 @@ has cuEquivariance's arguments too. On a GPU its kernels are those of `evoattn.p
 from __future__ import annotations
 
 import functools
-import math
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from evoattn.api import evoformer_attention
+from evoattn.core import guards
 from evoattn.core.devices import uncast
 from evoattn.core.problem import dtype_name
 from evoattn.dispatch.axes import fits, with_axes
@@ -113,8 +113,8 @@ def triangle_attention(
         return o, torch.where(attended, lse, 0).float(), torch.where(attended, largest, 0)
     # A row without a key to keep has every logit at -1e9, so it weighs all keys alike.
     o = torch.where(mask.any(-1, keepdim=True), o, v.mean(-2, keepdim=True).to(o.dtype))
-    empty_lse = _MASKED + math.log(k.shape[-2])
-    return o, torch.where(attended, lse, empty_lse).float(), torch.where(attended, largest, _MASKED)
+    # Its logsumexp is that plus log K, which float32 does not hold beside it.
+    return o, torch.where(attended, lse, _MASKED).float(), torch.where(attended, largest, _MASKED)
 
 
 def triangle_multiplicative_update(
@@ -243,18 +243,24 @@ def _prefix_mask(kv_lengths: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _largest_logit(q: Tensor, k: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """The maximum over keys `[b,n,h,q]` in float32, a few rows at a time."""
+    """The maximum over keys `[b,n,h,q]` in float32.
+
+    It takes a few rows at a time. While torch traces, it takes all: their number may be a symbol.
+    """
     b, n, h, lq, _ = q.shape
     lk = k.shape[-2]
-    largest = []
-    rows = max(1, _BLOCK_SCORES // max(1, b * h * lq * lk))
     bias = bias.expand(b, -1, h, lq, lk)
+
+    def largest_of(part: slice) -> Tensor:
+        s = torch.matmul(q[:, part].float() * scale, k[:, part].float().transpose(-1, -2))  # [b,n,h,q,k]
+        s += bias if bias.shape[1] == 1 else bias[:, part]
+        if mask is not None:
+            s.masked_fill_(~(mask if mask.shape[1] == 1 else mask[:, part]), _MASKED)
+        return s.amax(-1)
+
     with uncast(q.device):
-        for start in range(0, n, rows):
-            part = slice(start, start + rows)
-            s = torch.matmul(q[:, part].float() * scale, k[:, part].float().transpose(-1, -2))  # [b,n,h,q,k]
-            s += bias if bias.shape[1] == 1 else bias[:, part]
-            if mask is not None:
-                s.masked_fill_(~(mask if mask.shape[1] == 1 else mask[:, part]), _MASKED)
-            largest.append(s.amax(-1))
+        if not guards.only_computes():
+            return largest_of(slice(None))
+        rows = max(1, _BLOCK_SCORES // max(1, b * h * lq * lk))
+        largest = [largest_of(slice(start, start + rows)) for start in range(0, n, rows)]
     return torch.cat(largest, 1) if largest else q.new_zeros((b, n, h, lq), dtype=torch.float32)

@@ -68,7 +68,7 @@ def attention(
     added = _checked(q, k, biases)
     if q.ndim == 3:
         return attention(q[None], k[None], v[None], added, scaled=scaled, empty_rows=empty_rows)[0]
-    masks = [x for x in added if x.shape[-2] == x.shape[-3] == 1]
+    masks = [x for x in added if x.shape[-2] == 1 and x.shape[-3] == 1]
     pairs = [x for x in added if x.shape[-2] != 1 or x.shape[-3] != 1]
     mask_bias, pair_bias = _sum(masks, q.dtype), _sum(pairs, q.dtype)
     scale = 1.0 if scaled else q.shape[-1] ** -0.5
@@ -99,8 +99,8 @@ def _checked(q: Tensor, k: Tensor, biases: Sequence[Tensor | None]) -> list[Tens
 
 
 def _sum(biases: list[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """One bias as it is; several in the accumulation dtype, smallest first."""
+    """One bias as it is; several in the accumulation dtype, those first that vary along few axes."""
     if len(biases) < 2:
         return biases[0] if biases else None
-    first, *others = sorted(biases, key=Tensor.numel)
+    first, *others = sorted(biases, key=lambda x: len([size for size in x.shape if size != 1]))  # torch sorts no symbols
     return sum(others, first.to(accumulate_dtype(dtype)))

@@ -198,7 +198,7 @@ def has_unit_axes(x: Tensor, q: Tensor) -> bool:
     lead = tuple(q.shape[:-3])
     if x.ndim > max(2, len(lead) + 1):
         return True
-    units = x.ndim > 3 and x.shape[-2] == x.shape[-3] == 1
+    units = x.ndim > 3 and x.shape[-2] == 1 and x.shape[-3] == 1
     return units and not fits(tuple(x.shape[:-1]), lead) and fits(tuple(x.shape[:-3]), lead)
 
 

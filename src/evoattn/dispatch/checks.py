@@ -197,7 +197,7 @@ def _check_key_bias(name: str, x: Tensor, q: Tensor, expected: tuple[int, ...]) 
                 f"got shape {list(x.shape)}; a bias that varies over heads or queries goes to pair_bias"
             )
         x = x.squeeze(-2).squeeze(-2)
-    elif x.ndim > 3 and x.shape[-2] == x.shape[-3] == 1 != x.shape[-4] and fits(tuple(x.shape[:-3]), expected[:-1]):
+    elif x.ndim > 3 and x.shape[-2] == 1 and x.shape[-3] == 1 != x.shape[-4] and fits(tuple(x.shape[:-3]), expected[:-1]):
         raise ValueError(
             f"{name} of shape {list(x.shape)} can be read as [*, N, 1, 1, Lk] and as [*, N, Lk] = {list(expected)};"
             " give it all leading axes of q"

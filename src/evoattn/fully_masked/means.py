@@ -73,9 +73,16 @@ def with_means(
         scale: factor on q k; None is `D ** -0.5`.
         layout: the order of axes in q, k, v and in the output.
         gate: as `evoformer_attention` takes it, or None. The means are gated too.
+
+    Raises:
+        RuntimeError: `torch.jit.trace` meets the means, which are a call of Python: nobody could save it.
     """
     if mask_bias is None or (isinstance(q, Tensor) and compute_dtype(q) not in _LIMITS):
         return attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, gate=gate)
+    if torch._C._get_tracing_state() is not None:
+        raise RuntimeError(
+            'torch.jit.trace takes no mask with empty_rows="mean": pass empty_rows="native", or use torch.export'
+        )
     plain = guards.is_plain((q, k, v, mask_bias, pair_bias, gate))
     if plain and has_kernels(q.device) and kernels_take(q, k, v, mask_bias, pair_bias, layout, gate):
         from evoattn.fully_masked.in_place import attend
@@ -88,7 +95,7 @@ def with_means(
         empty, attended = _masked(mask_bias, keys, compute_dtype(q))
         if not (plain and o.device.type == "cpu") or bool(empty.any()):
             pair_bias = None if pair_bias is None else with_axes(pair_bias, q.ndim)
-            o, q, k, v = (heads_first(x, layout) for x in (o, q, k, v))
+            o, q, k, v = (heads_first(x.view_as(x), layout) for x in (o, q, k, v))  # Dynamo takes no tensor twice
             o = Means.apply(o, q, k, v, mask_bias, pair_bias, empty, attended, scale)  # type: ignore[no-untyped-call]
             o = heads_first(o, layout)
     return o if gate is None else torch.sigmoid(gate) * o
@@ -206,8 +213,17 @@ class Means(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*inputs: Any) -> Tensor:
-        o, _, _, v, _, _, empty, attended, _ = inputs
+    def forward(
+        o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask_bias: Tensor,
+        pair_bias: Tensor | None,
+        empty: Tensor,
+        attended: Tensor,
+        scale: float,
+    ) -> Tensor:  # by name: Dynamo counts them to tell whether they begin with a ctx
         return torch.where(empty, _mean(v, attended).to(o.dtype), o)
 
     @staticmethod

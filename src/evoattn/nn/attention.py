@@ -151,19 +151,12 @@ def attend(
 
     Returns:
         `[*, N, Q, H, C]`, gated if there is a gate.
-
-    Raises:
-        RuntimeError: `torch.jit.trace` meets the means of rows without a key, which are a call of Python: nobody could save it.
     """
     if mask is None:
         return evoformer_attention(q, k, v, pair_bias=pair_bias, gate=gate)
     mask = mask[..., None, None, :]  # with all axes of q there is one way to read it
     if empty_rows == "native":
         return evoformer_attention(q, k, v, mask=mask.bool(), pair_bias=pair_bias, gate=gate)
-    if torch._C._get_tracing_state() is not None and q.dtype != torch.float64:
-        raise RuntimeError(
-            'torch.jit.trace takes no mask with empty_rows="mean": make the layer with empty_rows="native", or use torch.export'
-        )
     mask_bias = inf * (mask.to(accumulate_dtype(q.dtype)) - 1)
     return with_means(evoformer_attention, q, k, v, mask_bias, pair_bias, None, layout="bnlhd", gate=gate)
 

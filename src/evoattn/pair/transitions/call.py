@@ -108,7 +108,7 @@ def reference(
 
     If nothing records it, it takes some rows at a time: its hidden tensors would take several times the memory of x.
     """
-    if x.numel() <= CHUNK * x.shape[-1] or not guards.only_computes() or checking.is_recorded(x, mask, *weights):
+    if not guards.only_computes() or checking.is_recorded(x, mask, *weights) or x.numel() <= CHUNK * x.shape[-1]:
         return dense(x, mask, weights, options)
     rows = x.reshape(-1, x.shape[-1])
     factors = None if mask is None else mask.expand(x.shape[:-1]).reshape(-1)

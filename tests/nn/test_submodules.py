@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from evoattn.nn import (
@@ -22,6 +23,7 @@ from evoattn.nn import (
 )
 from evoattn.nn.submodules import has_global_hooks
 from evoattn.testing.changes import IN_PLACE, INSTEAD, change
+from tests.helpers.modes import MODES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(weight_norm|spectral_norm|quantiz|deprecated).*")
 
@@ -291,16 +293,48 @@ def layer_and_inputs(name: str) -> tuple[nn.Module, list[Tensor]]:
     return layer, inputs
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_second_derivative_raises(name: str) -> None:
+def test_a_second_derivative_raises(name: str, mode: str) -> None:
     layer, inputs = layer_and_inputs(name)
-    x = inputs[0].requires_grad_()
+    x = inputs[0] = inputs[0].requires_grad_().clone()  # FlopCounterMode takes no gradient of a leaf
     parameters = list(layer.parameters())
-    (dx,) = torch.autograd.grad(layer(*inputs).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(dx.square().sum(), x, retain_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(dx.square().sum(), parameters, allow_unused=True)
+    with MODES[mode]():
+        (dx,) = torch.autograd.grad(layer(*inputs).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(dx.square().sum(), x, retain_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(dx.square().sum(), parameters, allow_unused=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_second_derivative_by_many_cotangents_raises(name: str, mode: str) -> None:
+    """Also that by the cotangents, in which a gradient is linear."""
+    layer, args = layer_and_inputs(name)
+    args = args[:-1] if name not in ("pair bias", "condition") else args
+    x = args[0] = args[0].requires_grad_().clone()
+    with MODES[mode]():
+        out = layer(*args)
+        cotangents = torch.randn(2, *out.shape, requires_grad=True)
+        (dx,) = torch.autograd.grad(out, x, cotangents, create_graph=True, is_grads_batched=True)
+        for leaf in (x, cotangents):
+            with pytest.raises(RuntimeError, match="no second derivative"):
+                torch.autograd.grad(dx.square().sum(), leaf, retain_graph=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_forward_mode_derivative_raises(name: str, mode: str) -> None:
+    """Of a layer, and of its backward."""
+    layer, inputs = layer_and_inputs(name)
+    x = inputs[0] = inputs[0].requires_grad_().clone()
+    with MODES[mode](), forward_ad.dual_level():
+        with pytest.raises((NotImplementedError, RuntimeError), match=r"forward AD|forward mode|forward-mode"):
+            layer(forward_ad.make_dual(x, torch.ones_like(x)), *inputs[1:])
+        out = layer(*inputs)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            torch.autograd.grad(out, x, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
 
 
 @pytest.mark.parametrize("name", LAYERS)

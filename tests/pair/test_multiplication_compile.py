@@ -32,7 +32,7 @@ def compiled(arch: str, channels: int, dtype: torch.dtype, length: int) -> list[
     dg, options = torch.empty(padded * padded, channels, dtype=dtype), Options(True, 1e-5, True)
     with target(arch) as kernels:
         steps.gate_in(z, mask, parameters, options, padded)
-        steps.gate_out(z, t, parameters, options)
+        steps.gate_out(z, t, parameters, options, torch.empty_like(z))
         steps.gate_out_backward(z, z, t, parameters, options, needs_weights=True)
         steps.gate_in_backward(ab, dg, z, z, mask, parameters, options, needs_weights=True)
     assert [kernel.metadata.name for kernel in kernels] == NAMES

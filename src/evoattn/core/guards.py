@@ -6,6 +6,7 @@
 | `is_seen` | torch compiles, or a function mode or forward mode is on: torch must see the operator |
 | `autocasts` | autocast is on; None if this thread traces, transforms or has a dispatch mode |
 | `ordinary` | these tensors are no subclasses or wrappers and have no lazy negation |
+| `is_transformed` | `torch.func` transforms the call, or forward mode differentiates it |
 | `only_computes` | an operator would only compute, by `is_seen` and `autocasts` |
 | `is_plain` | `only_computes`, and these tensors are ordinary |
 
@@ -113,6 +114,18 @@ def is_seen() -> bool:
     if torch.compiler.is_compiling() or not _states():
         return True
     return torch._C._len_torch_function_stack() > 0 or getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Return whether `torch.func` transforms the call, or a tensor has a tangent. An operator would pass none on, silently."""
+    return torch._C._are_functorch_transforms_active() or has_tangent(*tensors)
+
+
+def has_tangent(*tensors: object) -> bool:
+    """Return whether forward mode differentiates one of these tensors."""
+    if getattr(forward_ad, "_current_level", 0) < 0:
+        return False
+    return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def autocasts() -> bool | None:

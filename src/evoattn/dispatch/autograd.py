@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -246,40 +246,53 @@ torch.library.register_autograd("evoattn::forward", _differentiate_operator, set
 torch.library.register_autograd("evoattn::backward", _no_second_derivative, lib=_LIBRARY)
 
 
+OF_A_BACKWARD = "the backward of layers and drop-ins"
+"""As `check_no_tangent` names it."""
+
+
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the `backward` of an autograd function whose gradients have no derivative.
 
-    The gradients depend on all cotangents and saved tensors, as autograd sees it. Their derivative raises RuntimeError.
+    The gradients depend on all cotangents and saved tensors, as autograd sees it. Their derivative raises RuntimeError, and a
+    tangent of a cotangent NotImplementedError.
     """
 
     @functools.wraps(backward)
     def once(ctx: Any, *cotangents: Any) -> Any:
+        check_no_tangent(*cotangents, of=OF_A_BACKWARD)
         if not torch.is_grad_enabled():
             return backward(ctx, *cotangents)
         with torch.no_grad():
             result = backward(ctx, *cotangents)
-        sources = [x for x in (*cotangents, *ctx.saved_tensors) if isinstance(x, Tensor) and x.requires_grad]
+        # a cotangent of several at once does not tell whether it requires a gradient
+        sources = [x for x in cotangents if isinstance(x, Tensor)]
+        sources += [x for x in ctx.saved_tensors if isinstance(x, Tensor) and x.requires_grad]
         if not sources:
             return result
+        zero = sum(map(_zero, sources))
         gradients = result if isinstance(result, tuple) else (result,)
-        present = [x for x in gradients if x is not None]
-        ended = iter(_End.apply(len(present), *present, *sources))  # type: ignore[no-untyped-call]
-        gradients = tuple(None if x is None else next(ended) for x in gradients)
+        gradients = tuple([x + zero if isinstance(x, Tensor) else x for x in gradients])
         return gradients if isinstance(result, tuple) else gradients[0]
 
     return once
 
 
-class _End(torch.autograd.Function):
-    """The first tensors of many, as a function of all of them that has no derivative."""
+def no_second_derivative(ctx: Any, *cotangents: Tensor) -> NoReturn:
+    """Raise RuntimeError: the derivative of the gradients of a layer."""
+    raise RuntimeError(
+        "layers and drop-ins of evoattn have no second derivative: their backward recomputes what it needs. "
+        "For double backward write the layer densely in torch."
+    )
 
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) for x in tensors[:count])
 
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> None:
-        raise RuntimeError(
-            "layers and drop-ins of evoattn have no second derivative: their backward recomputes what it needs. "
-            "For double backward write the layer densely in torch."
-        )
+def _make_zero(source: Tensor) -> Tensor:
+    return source.new_zeros(())
+
+
+_LIBRARY.define("no_derivative(Tensor source) -> Tensor")
+_LIBRARY.impl("no_derivative", _make_zero, "CompositeExplicitAutograd")
+torch.library.register_fake("evoattn::no_derivative", _make_zero, lib=_LIBRARY)
+torch.library.register_autograd("evoattn::no_derivative", no_second_derivative, lib=_LIBRARY)
+
+_zero = torch.ops.evoattn.no_derivative.default
+"""A 0 that depends on a tensor and has no derivative. With many cotangents at once torch loses an autograd function here."""

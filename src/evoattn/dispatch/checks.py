@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from evoattn.backends import BACKENDS
+from evoattn.core import guards
 from evoattn.core.config import Config
 from evoattn.core.inputs import Inputs
 from evoattn.core.layouts import LAYOUTS
@@ -151,13 +151,10 @@ def _is_finite(x: float) -> bool:
         return False
 
 
-def check_no_tangent(*tensors: Tensor | None) -> None:
+def check_no_tangent(*tensors: Tensor | None, of: str = "evoformer_attention") -> None:
     """torch gives registered operators a tangent of zero, silently; a wrong derivative is worse than none."""
-    for x in tensors:
-        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(
-                "evoformer_attention has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad); use reverse mode"
-            )
+    if guards.has_tangent(*tensors):
+        raise NotImplementedError(f"{of} has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad); use reverse mode")
 
 
 def _check_tensor(name: str, x: Any) -> None:

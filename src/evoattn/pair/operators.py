@@ -16,7 +16,8 @@ from torch import Tensor
 
 from evoattn.core import guards
 from evoattn.core.devices import installed, uncast
-from evoattn.dispatch.autograd import once_differentiable
+from evoattn.dispatch.autograd import OF_A_BACKWARD, no_second_derivative, once_differentiable
+from evoattn.dispatch.checks import check_no_tangent
 from evoattn.dispatch.distributed import Split
 from evoattn.dispatch.operators import LIBRARY
 from evoattn.pair.checking import check_out, is_recorded, result_dtype, writable_out
@@ -69,6 +70,7 @@ class Operator:
         torch.library.register_fake(f"evoattn::{name}", self._fake_forward, lib=LIBRARY)
         torch.library.register_fake(f"evoattn::{name}_backward", self._fake_backward, lib=LIBRARY)
         torch.library.register_autograd(f"evoattn::{name}", self._differentiate, setup_context=self._save, lib=LIBRARY)
+        torch.library.register_autograd(f"evoattn::{name}_backward", no_second_derivative, lib=LIBRARY)
         self.forward = getattr(torch.ops.evoattn, name).default
         self.backward = getattr(torch.ops.evoattn, f"{name}_backward").default
 
@@ -89,7 +91,8 @@ class Operator:
         if out is not None:
             check_out(out, x, result_dtype(x, weights, options), records=recorded)
         mask_requires_grad = mask is not None and mask.requires_grad
-        if mask_requires_grad or not self.has_kernels(x, weights) or (split is not None and not guards.only_computes()):
+        by_torch = mask_requires_grad or not self.has_kernels(x, weights) or guards.is_transformed(x, mask, *weights)
+        if by_torch or (split is not None and not guards.only_computes()):
             result = self.reference(x, mask, weights, options, split)
             return result if out is None else out.copy_(result)
         folded = x.reshape(-1, *x.shape[-self.axes :]).contiguous()
@@ -110,11 +113,11 @@ class Operator:
         return result if out is None else out.copy_(result)
 
     def has_kernels(self, x: Tensor, weights: Any) -> bool:
-        """Return whether kernels take these tensors: 16 or 32 bits on a GPU, not too many channels, no transform."""
+        """Return whether kernels take these tensors: 16 or 32 bits on a GPU, not too many channels."""
         is_double = weights.product_dtype() == torch.float64 or x.dtype == torch.float64
         if not x.is_cuda or is_double or not x.numel() or not installed("triton"):
             return False
-        return self.steps().takes(x, weights) and not torch._C._are_functorch_transforms_active()
+        return self.steps().takes(x, weights)  # type: ignore[no-any-return]
 
     def run(self, x: Tensor, *arguments: Any, **settings: Any) -> tuple[Tensor, ...]:
         """Launch the kernels of the forward: the result, then what the backward reads besides."""
@@ -156,6 +159,7 @@ class Operator:
         ctx.options = rest[self.count :]
 
     def _differentiate(self, ctx: Any, do: Tensor, *_: Tensor) -> tuple[Any, ...]:
+        check_no_tangent(do, of=OF_A_BACKWARD)
         saved = ctx.saved_tensors  # read once: a checkpoint computes them at the first look
         needs = [x is not None and x.requires_grad for x in saved[-self.count :]]
         dx, *grads = self.backward(do, *saved, *ctx.options, any(needs))

@@ -64,7 +64,7 @@ def forward(
         weights, options: of the operator.
         split: how z lies on several processes, or None.
         save: whether the backward's tensors are returned.
-        out: the result is written into it. It may be z. None: into a new tensor.
+        out: the result is written into it. It may be z. None: into a new tensor, which is no view.
 
     Returns:
         The result. With `save` the tensors that `products.forward` saves, and the product t.
@@ -75,9 +75,10 @@ def forward(
         ab = ab.view(-1, *z.shape[:-1])
     t, saved = products.forward(ab, split, outgoing=options.outgoing, save=save)
     del ab  # before the result is allocated
-    out = None if out is None else out.view(squares.shape)
-    result = gate_out(squares, t.view(-1, squares.shape[0], padded, padded), weights, options, out).view(z.shape)
-    return (result, *saved, t) if save else (result,)
+    # autograd takes no view that a function of Python returns for a result that may change in place
+    out = torch.empty_like(z, dtype=result_dtype(z, weights, options)) if out is None else out
+    gate_out(squares, t.view(-1, squares.shape[0], padded, padded), weights, options, out.view(squares.shape))
+    return (out, *saved, t) if save else (out,)
 
 
 def backward(
@@ -146,19 +147,14 @@ def gate_in(
     return ab
 
 
-def gate_out(
-    z: Tensor, t: Tensor, weights: MultiplicationWeights, options: MultiplicationOptions, out: Tensor | None = None
-) -> Tensor:
-    """Make the update `sigmoid(g_out(y)) * p_out(norm_out(t))`, or z + update, in `out` if it is given.
+def gate_out(z: Tensor, t: Tensor, weights: MultiplicationWeights, options: MultiplicationOptions, out: Tensor) -> None:
+    """Write the update `sigmoid(g_out(y)) * p_out(norm_out(t))`, or z + update, into `out`.
 
     `out` may be z: a program reads its rows before it writes them.
     """
-    if out is None:
-        out = torch.empty_like(z, dtype=result_dtype(z, weights, options))
     tensors = (z, t, *_output_weights(z, weights), out)
     tile, flags = _tile("gate_out", z, weights), {"D": t.shape[0], "RESIDUAL": options.residual}
     _start(kernels.gate_out_kernel, tile, tensors, z, weights, t.shape[-1], options.eps, **flags)
-    return out
 
 
 def gate_out_backward(

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evoattn.core.devices import uncast
 from evoattn.dispatch.distributed import Split
 from evoattn.pair import checking
 from evoattn.pair.multiplication import products
@@ -139,7 +140,8 @@ def product(a: Tensor, b: Tensor, split: Split | None = None, *, outgoing: bool)
     a, b = a.movedim(-1, -3), b.movedim(-1, -3)  # [*,d,i,k]
     if a.dtype == torch.float16:
         a, b = a.float(), b.float()
-    return (a @ b.mT if outgoing else a.mT @ b).movedim(-3, -1)
+    with uncast(a.device):  # autocast would take float32 back to float16
+        return (a @ b.mT if outgoing else a.mT @ b).movedim(-3, -1)
 
 
 def _outline(z: Tensor, weights: MultiplicationWeights, options: MultiplicationOptions) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from evoattn.nn import TriangleAttention, TriangleMultiplication
+from evoattn.nn import PairBlock, PairformerBlock, Transition, TriangleAttention, TriangleMultiplication
 
 LAYERS = [
     TriangleMultiplication(8, 6, residual=True),
@@ -59,3 +61,60 @@ def test_in_place_is_refused_where_z_cannot_hold_the_result(layer: nn.Module) ->
                 layer(z, in_place=True)
         finally:
             layer.residual = True
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a channel": lambda z: z[..., 3],
+    "the first numbers": lambda z: z.flatten()[:49].view(1, 7, 7),
+    "the last numbers": lambda z: z.flatten()[-49:].view(1, 7, 7),
+    "a row": lambda z: z[:, 2:3, :, 0],
+    "one number": lambda z: z[:, :1, :1, 5],
+    "bits": lambda z: z.view(torch.int32)[..., 0],
+}
+"""Masks of z `[1, 7, 7, 8]` that share memory with it."""
+
+
+def drawn(layer: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    for x in layer.parameters():
+        nn.init.normal_(x, std=0.4)
+    return layer.eval()
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_mask_that_shares_memory_with_z(view: str, compiled: bool) -> None:
+    block = drawn(PairBlock(8, 8, 4, 2, 2))
+    run = torch.compile(block, backend="aot_eager") if compiled else block
+    z = torch.rand(1, 7, 7, 8) + 0.5
+    with torch.no_grad():
+        right = block(z.clone(), VIEWS[view](z).clone())
+        output = run(z, VIEWS[view](z), in_place=True)
+    torch.testing.assert_close(output, right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(z, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("layer", [*LAYERS, Transition(8, 2, residual=True)], ids=lambda x: type(x).__name__)
+def test_a_layer_with_a_mask_that_shares_memory_with_z(layer: nn.Module, view: str) -> None:
+    layer, z = drawn(layer), torch.rand(1, 7, 7, 8) + 0.5
+    with torch.no_grad():
+        right = layer(z.clone(), VIEWS[view](z).clone())
+        torch.testing.assert_close(layer(z, VIEWS[view](z), in_place=True), right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_single_track_that_shares_memory_with_z() -> None:
+    block = drawn(PairformerBlock(8, 8, 4, 2, 8, 4, 2, 2))
+    z = torch.rand(1, 7, 7, 8) + 0.5
+    with torch.no_grad():
+        right = block(z[:, 1].clone(), z.clone(), z[:, 0, :, 3].clone(), z[..., 1].clone())
+        output = block(z[:, 1], z, z[:, 0, :, 3], z[..., 1], in_place=True)
+    for actual, expected in zip(output, right, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_memory_of_z_alone_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, z, mask = drawn(PairBlock(8, 8, 4, 2, 2)), torch.rand(1, 7, 7, 8), torch.ones(1, 7, 7)
+    monkeypatch.setattr(Tensor, "clone", None)
+    with torch.no_grad():
+        block(z, mask, in_place=True)

@@ -77,6 +77,18 @@ def test_the_mask_of_the_transition(masked: bool) -> None:
     assert_close(actual, outcome(original, inputs, **options))
 
 
+def test_a_mask_that_shares_memory_with_an_overwritten_z() -> None:
+    block = blocks()[0].eval()
+    z, _ = arguments(block)
+    replaced = copy.deepcopy(block)
+    evoattn_nn.replace(replaced)
+    with torch.no_grad():
+        expected = replaced(z.clone(), z[..., 0].clone(), inplace_safe=True)
+        actual = replaced(z, z[..., 0], inplace_safe=True)
+    assert actual is z
+    assert_close(actual, expected)
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_z_is_overwritten_only_if_the_client_permits(in_place: bool) -> None:
     replaced = blocks()[0].eval()

@@ -117,6 +117,18 @@ else:
         assert torch.equal(x, right)
         assert launches == ["forward", "forward"]
 
+    @pytest.mark.parametrize("shared", ["mask", "a_bias"])
+    def test_into_x_that_shares_memory_with_what_is_read(shared: str) -> None:
+        """A program would read what another one has written."""
+        parameters = weights(16, 32, gated=True, bias=True, dtype=torch.float32)
+        x, mask, _ = (y.detach() for y in inputs((150,), 16, torch.float32))
+        frozen: Any = {name: y.detach() for name, y in parameters._asdict().items()}
+        frozen["mask"] = mask
+        frozen[shared] = x.flatten()[: frozen[shared].numel()]
+        copies = {name: y.clone() for name, y in frozen.items()}
+        right = evoattn.pair.transition(x.clone(), residual=True, **copies)
+        assert torch.equal(evoattn.pair.transition(x, residual=True, out=x, **frozen), right)
+
     def test_into_x_without_a_copy() -> None:
         (x, mask, parameters, options), _ = problem()
         rows, factors = x.detach().flatten(0, 1), mask.flatten()

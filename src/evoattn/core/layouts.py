@@ -30,6 +30,11 @@ def to_canonical(x: Tensor, layout: str) -> Tensor:
     return x.transpose(-2, -3) if layout == "bnlhd" else x
 
 
+def share_memory(x: Tensor, y: Tensor | None) -> bool:
+    """Return whether two tensors have one storage, so that writing one may change the other."""
+    return y is not None and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+
+
 def empty(shape: Sequence[int], layout: str, like: Tensor, device: torch.device | str | None = None) -> Tensor:
     """An uninitialised canonical tensor `[b,n,h,l,d]` contiguous in the user's layout, on a device or that of `like`."""
     b, n, h, l, d = shape

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evoattn.api import evoformer_attention
+from evoattn.core import guards
 from evoattn.core.devices import uncast
+from evoattn.core.layouts import share_memory
 from evoattn.core.numerics import accumulate_dtype
 from evoattn.core.problem import dtype_name
 from evoattn.dispatch.autograd import once_differentiable
@@ -211,6 +213,13 @@ def check_overwritten(module: nn.Module, name: str, x: Tensor) -> None:
         raise ValueError(f"in_place=True takes no DTensors, got one as {name}: leave in_place out")
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters())):
         raise ValueError(f"in_place=True overwrites {name}, which a gradient needs: call the layer under torch.no_grad()")
+
+
+def kept(x: Tensor | None, z: Tensor) -> Tensor | None:
+    """Return x, or a copy of it if both may share memory: z is overwritten before x is read. No tensor passes as it is."""
+    if not isinstance(x, Tensor) or (guards.only_computes() and not share_memory(x, z)):
+        return x
+    return x.clone()
 
 
 def check_settings(dropout: float, empty_rows: str) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from evoattn.core import guards
 from evoattn.dispatch.axes import fits
 from evoattn.dispatch.distributed import is_distributed
+from evoattn.nn.attention import kept
 from evoattn.nn.known_calls import UnknownArgument, check_scaled, ignore
 from evoattn.nn.project import compute_dtype_of
 from evoattn.nn.sharded import local, split_of
@@ -78,6 +79,8 @@ class _PairLayers(nn.Module):
         is_observed = any(has_hooks(x) or "forward" in x.__dict__ for x in self._inner)
         may_overwrite = not torch.is_grad_enabled() and not is_observed and guards.only_computes()
         in_place = in_place and may_overwrite and torch.promote_types(z.dtype, self.compute_dtype(z)) == z.dtype
+        if in_place:
+            mask, transition_mask = kept(mask, z), kept(transition_mask, z)
         for which, layer in enumerate(self.layers):
             options = end_options if end_options and which == _END else {}
             z = layer.add_to(z, mask, self._drawn(z, which, draw), in_place=in_place, **options)

@@ -6,8 +6,9 @@ import functools
 
 from torch import Tensor, nn
 
+from evoattn.dispatch.checks import check_tensors
 from evoattn.fully_masked.means import EmptyRows
-from evoattn.nn.attention import check_overwritten
+from evoattn.nn.attention import check_overwritten, kept
 from evoattn.nn.multiplication import TriangleMultiplication
 from evoattn.nn.pair_bias import AttentionPairBias
 from evoattn.nn.transition import Transition
@@ -76,7 +77,8 @@ class PairBlock(nn.Module):
         Args:
             z: the pair representation, `[*, L, L, c_z]`. A DTensor may be split by rows or by columns.
             mask: `[*, L, L]`, 1 or True for an edge that counts. None: all do. A DTensor if z is one.
-            in_place: whether the result is written into z, in inference. It saves the memory of one z. Not for DTensors.
+            in_place: whether the result is written into z, in inference. It saves the memory of one z. A mask that shares
+                memory with z is copied first. Not for DTensors.
 
         Returns:
             `[*, L, L, c_z]` in the dtype to which torch promotes z and the updates.
@@ -87,6 +89,7 @@ class PairBlock(nn.Module):
         options = {}  # a layer may be any module that takes (z, mask)
         if in_place:
             self._check_in_place(z)
+            mask = kept(mask, z)
             options = {"in_place": True}
         for layer in (self.tri_mul_out, self.tri_mul_in, self.tri_att_start, self.tri_att_end):
             z = layer(z, mask, **options)
@@ -94,7 +97,8 @@ class PairBlock(nn.Module):
         return z
 
     def _check_in_place(self, z: Tensor) -> None:
-        """Raise ValueError before any work if a layer could not write into z."""
+        """Raise TypeError or ValueError before any work if a layer could not write into z."""
+        check_tensors(z=z)
         for name, layer in self.named_children():
             if not isinstance(layer, (TriangleMultiplication, TriangleAttention, Transition)) or not layer.residual:
                 kind, residual = type(layer).__name__, getattr(layer, "residual", None)
@@ -164,7 +168,8 @@ class PairformerBlock(nn.Module):
             z: the pair representation, `[*, L, L, c_z]`. A DTensor may be split by rows or by columns.
             mask: `[*, L]`, 1 or True for a residue that is attended. None: all are. A DTensor if z is one.
             pair_mask: `[*, L, L]`, 1 or True for an edge that counts. None: all do. A DTensor if z is one.
-            in_place: whether the new z is written into z, in inference. Not for DTensors.
+            in_place: whether the new z is written into z, in inference. Other arguments that share memory with z are copied
+                first. Not for DTensors.
 
         Returns:
             s `[*, L, c_s]` and z `[*, L, L, c_z]`, each in the dtype to which torch promotes it and its updates. If z is a
@@ -173,6 +178,9 @@ class PairformerBlock(nn.Module):
         Raises:
             TypeError, ValueError: an argument has a wrong type or shape, or z cannot be overwritten.
         """
+        if in_place:
+            check_tensors(s=s, z=z)
+            s, mask = kept(s, z), kept(mask, z)
         z = self.pair_stack(z, pair_mask, in_place=in_place)
         s = self.attn_pair_bias(s, z, mask=mask)
         s = self.single_transition(s)

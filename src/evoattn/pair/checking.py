@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evoattn.core.layouts import share_memory
 from evoattn.core.numerics import accumulate_dtype
 from evoattn.dispatch.checks import check_mask, compute_dtype
 from evoattn.dispatch.distributed import is_distributed
@@ -94,13 +95,14 @@ def cast_gradients(gradients: Weights, weights: Weights) -> Weights:
 
 
 def writable_out(out: Tensor | None, x: Tensor, *others: Tensor | None) -> Tensor | None:
-    """Return `out` if kernels may write it, else None: it is contiguous, and is x or shares no memory with what they read."""
-    if out is None or not out.is_contiguous():
+    """Return `out` if kernels may write it, else None: it is contiguous and shares no memory with `others`. It may be x itself.
+
+    A program reads its rows of x before it writes them. It may read a mask after another program has written.
+    """
+    if out is None or not out.is_contiguous() or any(share_memory(out, y) for y in others):
         return None
-    if out.data_ptr() == x.data_ptr() and out.stride() == x.stride():
-        return out
-    memory = out.untyped_storage().data_ptr()
-    return None if any(y is not None and y.untyped_storage().data_ptr() == memory for y in (x, *others)) else out
+    is_x = out.data_ptr() == x.data_ptr() and out.stride() == x.stride()
+    return out if is_x or not share_memory(out, x) else None
 
 
 def is_recorded(*tensors: Tensor | None) -> bool:

@@ -6,7 +6,7 @@ attention applies the gate. The backward of that pass keeps o and g, and multipl
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +22,14 @@ from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.axes import fits
 from evoattn.dispatch.distributed import Split, is_distributed
 from evoattn.fully_masked.means import EmptyRows, check_empty_rows, with_means
+from evoattn.nn.initial import Layer, start
 from evoattn.nn.project import linear, project
 from evoattn.nn.submodules import call, is_linear
 
+MaybeTensor = TypeVar("MaybeTensor", bound="Tensor | None")
 
-class Attention(nn.Module):
+
+class Attention(Layer):
     """Projections of an attention: `linear_q`, `linear_k`, `linear_v`, the gate `linear_g` and the output product `linear_o`.
 
     A layer projects its input by the modules in `inputs`, calls `attend`, and passes the result to `output`. It calls this
@@ -61,18 +64,11 @@ class Attention(nn.Module):
         self.linear_k, self.linear_v = (nn.Linear(c_kv, c_hidden if shared else width, bias=False) for _ in range(2))
         self.linear_o = nn.Linear(width, c_q, bias=out_bias)  # before the gate, as optimizers of OpenFold have it
         self.linear_g = nn.Linear(c_q, width, bias=gate_bias) if gating else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise as AlphaFold does: the gate does not depend on its input, and the output is 0."""
-        for x in (self.linear_q.weight, self.linear_k.weight, self.linear_v.weight):
-            nn.init.xavier_uniform_(x)
-        nn.init.zeros_(self.linear_o.weight)
-        if self.linear_g is not None:
-            nn.init.zeros_(self.linear_g.weight)
-        for module, start in ((self.linear_q, 0.0), (self.linear_g, 1.0), (self.linear_o, 0.0)):
-            if module is not None and module.bias is not None:
-                nn.init.constant_(module.bias, start)
+        for projection in (self.linear_q, self.linear_k, self.linear_v):
+            start(projection, "xavier")
+        start(self.linear_o, "zeros")
+        if self.linear_g is not None:  # at first it does not depend on its input
+            start(self.linear_g, "zeros", bias=1.0)
 
     @property
     def inputs(self) -> tuple[nn.Linear, ...]:
@@ -215,11 +211,11 @@ def check_overwritten(module: nn.Module, name: str, x: Tensor) -> None:
         raise ValueError(f"in_place=True overwrites {name}, which a gradient needs: call the layer under torch.no_grad()")
 
 
-def kept(x: Tensor | None, z: Tensor) -> Tensor | None:
+def kept(x: MaybeTensor, z: Tensor) -> MaybeTensor:
     """Return x, or a copy of it if both may share memory: z is overwritten before x is read. No tensor passes as it is."""
     if not isinstance(x, Tensor) or (guards.only_computes() and not share_memory(x, z)):
         return x
-    return x.clone()
+    return x.clone()  # type: ignore[return-value]
 
 
 def check_settings(dropout: float, empty_rows: str) -> None:

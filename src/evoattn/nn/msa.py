@@ -20,11 +20,12 @@ from evoattn.nn.attention import (
     heads,
     inputs_of,
 )
+from evoattn.nn.initial import Layer
 from evoattn.nn.project import compute_dtype_of, layer_norm, linear, project
 from evoattn.nn.submodules import may_skip
 
 
-class MSAAttention(nn.Module):
+class MSAAttention(Layer):
     """Attention along rows or columns of an alignment: the module that OpenFold builds both of them from.
 
     Args:
@@ -157,7 +158,7 @@ class MSARowAttentionWithPairBias(MSAAttention):
         return super().forward(m, z, mask)
 
 
-class MSAColumnAttention(nn.Module):
+class MSAColumnAttention(Layer):
     """Column attention of an alignment: residues of a column attend to each other, over all sequences.
 
     The columns are strided views, so the alignment is never transposed in memory.
@@ -236,7 +237,7 @@ def _mean(normed: Tensor, mask: Tensor | None, eps: float) -> Tensor:
     return ((normed * weights).sum(-3) / (weights.sum(-3) + eps)).to(normed.dtype)
 
 
-class MSAColumnGlobalAttention(nn.Module):
+class MSAColumnGlobalAttention(Layer):
     """Global column attention: each column and head has one query, made from the mean of the column's residues.
 
     All heads share one head of keys and values.

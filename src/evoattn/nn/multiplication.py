@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from evoattn.dispatch.distributed import Split
 from evoattn.nn.attention import check_settings
+from evoattn.nn.initial import start
 from evoattn.nn.pair_layer import Epilogue, PairLayer
 from evoattn.nn.project import compute_dtype_of, concatenate, layer_norm, linear
 from evoattn.nn.submodules import is_linear, is_norm
@@ -49,7 +50,9 @@ class TriangleMultiplication(PairLayer):
         self._make_projections(c_z, c_hidden, bias)
         self.linear_g, self.linear_z = nn.Linear(c_z, c_z, bias=bias), nn.Linear(c_hidden, c_z, bias=bias)
         self.layer_norm_in, self.layer_norm_out = nn.LayerNorm(c_z), nn.LayerNorm(c_hidden)
-        self.reset_parameters()
+        for gate in (*self._projections[1], self.linear_g):  # at first they do not depend on their input
+            start(gate, "zeros", bias=1.0)
+        start(self.linear_z, "zeros")
 
     def _make_projections(self, c_z: int, c_hidden: int, bias: bool) -> None:
         self.linear_a_p, self.linear_a_g = nn.Linear(c_z, c_hidden, bias=bias), nn.Linear(c_z, c_hidden, bias=bias)
@@ -59,13 +62,6 @@ class TriangleMultiplication(PairLayer):
     def _projections(self) -> tuple[tuple[nn.Linear, ...], tuple[nn.Linear, ...]]:
         """The modules that make the halves a and b, and those of their gates: one module for each half, or one for both."""
         return (self.linear_a_p, self.linear_b_p), (self.linear_a_g, self.linear_b_g)
-
-    def reset_parameters(self) -> None:
-        """Initialise as AlphaFold does: gates do not depend on their input, and the output is 0."""
-        for module in (*self._projections[1], self.linear_g, self.linear_z):
-            nn.init.zeros_(module.weight)
-            if module.bias is not None:
-                nn.init.constant_(module.bias, 0.0 if module is self.linear_z else 1.0)
 
     def forward(self, z: Tensor, mask: Tensor | None = None, *, in_place: bool = False) -> Tensor:
         """Compute the update of z, or z + update with `residual=True`.

@@ -13,12 +13,13 @@ from evoattn.dispatch.checks import check_mask
 from evoattn.dispatch.distributed import Split, is_distributed
 from evoattn.fully_masked.means import EmptyRows
 from evoattn.nn.attention import Attention, add_residual, attend, check_input, check_settings, check_shares, heads, inputs_of
+from evoattn.nn.initial import Layer
 from evoattn.nn.project import compute_dtype_of, layer_norm, linear, project
 from evoattn.nn.sharded import check_alike, like, local, part_of, queries_of, split_of, with_full_parameters
 from evoattn.nn.submodules import is_norm, may_skip
 
 
-class AdaLN(nn.Module):
+class AdaLN(Layer):
     """Adaptive layer norm of a under a condition s: norm(a) * sigmoid(linear_g(s')) + linear_s(s'), where s' = norm(s).
 
     Args:
@@ -46,7 +47,7 @@ class AdaLN(nn.Module):
         return torch.addcmul(shift, normed, torch.sigmoid(g))
 
 
-class AttentionPairBias(nn.Module):
+class AttentionPairBias(Layer):
     """Attention along residues with a bias from the pair representation, which all samples of a structure share.
 
     Parameters have OpenFold-3's names: `layer_norm_a`, `layer_norm_z`, `linear_z`, `mha.linear_q`, `_k`, `_v`, `_g`, `_o`, and

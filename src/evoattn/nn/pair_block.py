@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from evoattn.dispatch.checks import check_tensors
 from evoattn.fully_masked.means import EmptyRows
 from evoattn.nn.attention import check_overwritten, kept
+from evoattn.nn.initial import Layer
 from evoattn.nn.multiplication import TriangleMultiplication
 from evoattn.nn.pair_bias import AttentionPairBias
 from evoattn.nn.transition import Transition
 from evoattn.nn.triangle import TriangleAttention
 
 
-class PairBlock(nn.Module):
+class PairBlock(Layer):
     """Update the pair representation: two triangle multiplications, two triangle attentions and a transition, with residuals.
 
     Layers and parameters have OpenFold-3's names: `tri_mul_out`, `tri_mul_in`, `tri_att_start`, `tri_att_end` and
@@ -107,7 +108,7 @@ class PairBlock(nn.Module):
         check_overwritten(self, "z", z)
 
 
-class PairformerBlock(nn.Module):
+class PairformerBlock(Layer):
     """A block of AlphaFold 3's trunk: the pair block, then the attention with pair bias and the transition of the single track.
 
     Layers and parameters have OpenFold-3's names: `pair_stack`, `attn_pair_bias` and `single_transition`.

@@ -6,11 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from evoattn.dispatch.checks import check_mask
 from evoattn.dispatch.distributed import Split, is_distributed
 from evoattn.nn.attention import add_residual, check_in_place, check_input, dropout_mask, part_of_mask
+from evoattn.nn.initial import Layer
 from evoattn.nn.project import compute_dtype_of
 from evoattn.nn.sharded import run_split
 
@@ -29,7 +30,7 @@ class Epilogue(NamedTuple):
     in_place: bool
 
 
-class PairLayer(nn.Module):
+class PairLayer(Layer):
     """A layer with `dropout` and `residual`. A subclass has `_run` and `_inputs`.
 
     `_run` takes z, its mask, a split, an `Epilogue` and options. It returns the output of a process that holds all of z (the

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from evoattn.dispatch.checks import check_mask
 from evoattn.fully_masked.means import EmptyRows
 from evoattn.nn.attention import Attention, add_residual, attend, check_input, check_settings, heads
+from evoattn.nn.initial import Layer
 from evoattn.nn.project import project
 from evoattn.nn.submodules import may_skip
 
 
-class TemplatePointwiseAttention(nn.Module):
+class TemplatePointwiseAttention(Layer):
     """Template attention: pair (i, j) attends to pair (i, j) of every template. There is no norm, gate or pair bias.
 
     Parameters have OpenFold's names: `mha.linear_q`, `_k`, `_v`, `_o`. Keys and values are

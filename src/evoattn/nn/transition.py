@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from evoattn.dispatch.checks import check_mask
 from evoattn.dispatch.distributed import is_distributed
 from evoattn.nn.attention import add_residual, check_in_place, check_input
+from evoattn.nn.initial import Layer, start
 from evoattn.nn.project import compute_dtype_of, layer_norm, linear
 from evoattn.nn.sharded import run_local
 from evoattn.nn.submodules import call, has_hooks, is_linear, is_norm
 from evoattn.pair import transition
 
 
-class _SwiGLU(nn.Module):
+class _SwiGLU(Layer):
     """The first half of a SwiGLU transition, with OpenFold-3's names. The layer only calls it if its parts are not plain."""
 
     def __init__(self, c: int, hidden: int, bias: bool) -> None:
@@ -27,7 +28,7 @@ class _SwiGLU(nn.Module):
         return F.silu(linear(y, self.linear_a)) * linear(y, self.linear_b)
 
 
-class Transition(nn.Module):
+class Transition(Layer):
     """Update each entry of a pair, MSA or single representation by itself, through a wider hidden layer.
 
     Parameters have the names of OpenFold-3 for "swiglu": `layer_norm`, `swiglu.linear_a` (the one that is activated),
@@ -66,7 +67,9 @@ class Transition(nn.Module):
             self.swiglu, self.linear_out = _SwiGLU(c, n * c, biased), nn.Linear(n * c, c, bias=biased)
         else:
             self.linear_1, self.linear_2 = nn.Linear(c, n * c, bias=biased), nn.Linear(n * c, c, bias=biased)
-        self.reset_parameters()
+        for projection in self._inner:
+            start(projection, "he" if activation == "relu" else "lecun")
+        start(self._last, "zeros")
 
     @property
     def _first(self) -> nn.Module:
@@ -81,15 +84,6 @@ class Transition(nn.Module):
     def _inner(self) -> tuple[nn.Linear, ...]:
         """The projections of the hidden channels: a, then b if there is one."""
         return (self.linear_1,) if self.activation == "relu" else (self.swiglu.linear_a, self.swiglu.linear_b)
-
-    def reset_parameters(self) -> None:
-        """Initialise as AlphaFold does: He's normal numbers before a ReLU, LeCun's otherwise, and an output of 0."""
-        for module in self._inner:
-            nn.init.normal_(module.weight, std=((2 if self.activation == "relu" else 1) / self.c) ** 0.5)
-        nn.init.zeros_(self._last.weight)
-        for module in (*self._inner, self._last):
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, in_place: bool = False) -> Tensor:
         """Compute the update of x, or x + update with `residual=True`.

@@ -59,6 +59,13 @@ else:
         for kernel, plain in zip(*errors, strict=True):
             assert kernel <= 1.5 * plain + 2e-6
 
+    @pytest.mark.parametrize("channels", [24, 100, 128, 1030])
+    def test_rows_of_equal_channels(channels: int) -> None:
+        """Their norm is 0, although their mean is a rounded sum."""
+        x = (100 * torch.randn(20, 1, generator=torch.Generator().manual_seed(0))).expand(20, channels).contiguous()
+        output, mean, _ = norm_kernels.normalise(x, None, None, 1e-5, torch.float32)
+        assert not output.any() and torch.equal(mean, x[:, :1])
+
     def test_strided_rows_and_several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         """Each program goes through more than one tile, and the last tile is not full."""
         monkeypatch.setattr(norm_kernels, "processors", lambda device: 1)

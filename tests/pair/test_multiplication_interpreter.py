@@ -116,6 +116,18 @@ else:
         assert worst(actual, truth(z, mask, parameters, options, do)) < 2e-6
         assert len(launches) == 4
 
+    @pytest.mark.parametrize("channels", [24, 100])
+    def test_rows_of_equal_channels(channels: int) -> None:
+        """The norm of each of z is 0, and so is that of the product, whose channels are equal too. The update is the bias."""
+        parameters = weights(channels, channels, bias=True, dtype=torch.float32)
+        ones: Any = {name: torch.ones_like(x) for name, x in parameters._asdict().items() if name[1:].startswith("_in")}
+        plain: Any = {"norm_in_weight": None, "norm_in_bias": None, "norm_out_weight": None, "norm_out_bias": None}
+        parameters = parameters._replace(**ones, **plain)
+        z = 100 * torch.randn(1, 5, 5, 1, generator=torch.Generator().manual_seed(1)).expand(1, 5, 5, channels).contiguous()
+        actual = call(z, None, parameters, Options(True, 1e-5, residual=False))
+        wanted = parameters.p_out_bias * parameters.g_out_bias.sigmoid()  # type: ignore[operator, union-attr]
+        torch.testing.assert_close(actual, wanted.expand(z.shape), rtol=1e-6, atol=1e-6)
+
     def test_the_operators_are_well_defined() -> None:
         (z, mask, parameters, _), _ = problem()
         operators = torch.ops.evoattn

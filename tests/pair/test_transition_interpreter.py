@@ -134,6 +134,17 @@ else:
         rows, factors = x.detach().flatten(0, 1), mask.flatten()
         assert steps.forward(rows, factors, parameters, options, out=rows)[0] is rows
 
+    @pytest.mark.parametrize("size", [1.0, 100.0, 1e6])
+    @pytest.mark.parametrize("channels", [16, 24, 64, 100, 128])
+    def test_rows_of_equal_channels(channels: int, size: float) -> None:
+        """Their norm is 0, and so is the gradient through ReLU. Their mean is a rounded sum."""
+        rng = torch.Generator().manual_seed(1)
+        x = (size * torch.randn(20, 1, generator=rng)).expand(20, channels).contiguous().requires_grad_()
+        a, out = torch.randn(32, channels, generator=rng), torch.randn(channels, 32, generator=rng)
+        y = evoattn.pair.transition(x, activation="relu", a_weight=a, out_weight=out)
+        (dx,) = torch.autograd.grad(y, x, torch.randn(y.shape, generator=rng))
+        assert not y.any() and not dx.any()
+
     def test_only_x_and_weights_are_saved() -> None:
         (x, mask, parameters, options), _ = problem()
         saved: list[torch.Tensor] = []

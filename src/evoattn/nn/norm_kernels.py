@@ -37,6 +37,7 @@ def norm_kernel(
     m_rc = m_r[:, None] & m_c[None, :]
     b_x = tl.load(x + o_r[:, None] * stride + o_c[None, :], mask=m_rc, other=0.0).to(tl.float32)  # [r,c]
     b_mean = tl.sum(b_x, 1) / C  # [r]
+    b_mean += tl.sum(tl.where(m_rc, b_x - b_mean[:, None], 0.0), 1) / C  # what rounding left: 0 for equal channels
     b_x = tl.where(m_rc, b_x - b_mean[:, None], 0.0)
     b_rstd = 1 / tl.sqrt(tl.sum(b_x * b_x, 1) / C + eps)
     b_x = b_x * b_rstd[:, None]

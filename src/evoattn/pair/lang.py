@@ -12,8 +12,13 @@ _UNIT = tl.constexpr(-LOG2E)
 
 @triton.jit
 def normalise(x, m, eps, C: tl.constexpr, axis: tl.constexpr):
-    """Return x with mean 0 and deviation 1 along an axis of C channels, and 1 / deviation. Entries outside the mask m are 0."""
-    x = tl.where(m, x - tl.expand_dims(tl.sum(x, axis) / C, axis), 0.0)
+    """Return x with mean 0 and deviation 1 along an axis of C channels, and 1 / deviation. Entries outside the mask m are 0.
+
+    What rounding left in the mean is subtracted too. Else equal channels would not be 0, but their rounding times 1/sqrt(eps).
+    """
+    b_mean = tl.sum(x, axis) / C
+    b_mean += tl.sum(tl.where(m, x - tl.expand_dims(b_mean, axis), 0.0), axis) / C
+    x = tl.where(m, x - tl.expand_dims(b_mean, axis), 0.0)
     rstd = 1 / tl.sqrt(tl.sum(x * x, axis) / C + eps)
     return x * tl.expand_dims(rstd, axis), rstd
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from evoattn.dispatch.distributed import Split
 from evoattn.nn.attention import check_settings
 from evoattn.nn.initial import start
+from evoattn.nn.names import split_joined
 from evoattn.nn.pair_layer import Epilogue, PairLayer
 from evoattn.nn.project import compute_dtype_of, concatenate, layer_norm, linear
 from evoattn.nn.submodules import is_linear, is_norm
@@ -18,7 +21,8 @@ class TriangleMultiplication(PairLayer):
     """Update each edge (i, j) from the edges (i, k) and (j, k), or from (k, i) and (k, j), over all residues k.
 
     Parameters have OpenFold's names: `layer_norm_in`, `linear_a_p`, `linear_a_g`, `linear_b_p`, `linear_b_g`, `layer_norm_out`,
-    `linear_z` (the output product) and `linear_g` (its gate).
+    `linear_z` (the output product) and `linear_g` (its gate). The layer also loads the projections `linear_ab_p` and
+    `linear_ab_g` of OpenFold's multimer models of version 3, and splits them.
 
     Args:
         c_z: channels of the pair representation.
@@ -57,6 +61,12 @@ class TriangleMultiplication(PairLayer):
     def _make_projections(self, c_z: int, c_hidden: int, bias: bool) -> None:
         self.linear_a_p, self.linear_a_g = nn.Linear(c_z, c_hidden, bias=bias), nn.Linear(c_z, c_hidden, bias=bias)
         self.linear_b_p, self.linear_b_g = nn.Linear(c_z, c_hidden, bias=bias), nn.Linear(c_z, c_hidden, bias=bias)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if "linear_ab_p" not in self._modules:
+            for name in [name for name in state_dict if name.startswith(prefix)]:
+                state_dict.update(split_joined(name, state_dict.pop(name)))  # for the modules inside, which load afterwards
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @property
     def _projections(self) -> tuple[tuple[nn.Linear, ...], tuple[nn.Linear, ...]]:

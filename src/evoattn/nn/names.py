@@ -1,4 +1,4 @@
-"""Rename the parameters in state dicts of OpenFold-3 and Boltz for `evoattn.nn`. OpenFold's names need no change."""
+"""Rename the parameters in state dicts of OpenFold-3 and Boltz for `evoattn.nn`. Layers themselves load those of OpenFold."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ _MULTIPLICATION = {
     "g_out": "linear_g",
 }
 _TRANSITION = {"norm": "layer_norm", "fc1": "swiglu.linear_a", "fc2": "swiglu.linear_b", "fc3": "linear_out"}
+
+_RELU = {"transition_mlp.layers.0.0": "linear_1", "transition_mlp.linear_out": "linear_2"}
+"""The projections of a ReLU transition by OpenFold-3's names. It has one hidden layer."""
 
 _OPTIONAL = {"norm_s": "layer_norm_a", "proj_z.0": "layer_norm_z", "proj_z.1": "linear_z"}
 """Of an attention with pair bias: modules that it may lack."""
@@ -41,18 +44,32 @@ def _rename_boltz(name: str, x: Tensor, state: Mapping[str, Tensor]) -> dict[str
     return {name: x}
 
 
+def split_joined(name: str, x: Tensor) -> dict[str, Tensor]:
+    """Return the parameters of `evoattn.nn` that one of OpenFold becomes, by name.
+
+    The triangle multiplications of its multimer models of version 3 have one projection for both halves, `linear_ab_p`, and one
+    for their gates, `linear_ab_g`. So does OpenFold-3 with `fuse_projection_weights`. The first rows are those of the half a.
+    """
+    module, _, kind = name.rpartition(".")
+    if kind not in ("weight", "bias") or not f".{module}".endswith((".linear_ab_p", ".linear_ab_g")):
+        return {name: x}
+    start, end = module[: -len("ab_p")], module[-len("_p") :]
+    return {f"{start}{half}{end}.{kind}": part for half, part in zip("ab", x.chunk(2), strict=True)}
+
+
 def from_openfold3(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the parameters in a state dict of OpenFold-3, of one layer or of a whole model, to those of `evoattn.nn`.
 
-    Only triangle attention differs: OpenFold-3 calls its pair bias `linear_z`, `evoattn.nn` calls it `linear`. Make
-    `TriangleAttention` with `gate_bias=False, out_bias=False`, and `TriangleMultiplication` with `bias=False`. `Transition` has
-    its names by default.
+    OpenFold-3 calls the pair bias of triangle attention `linear_z`, `evoattn.nn` calls it `linear`. The projections of a ReLU
+    transition have other names, and `fuse_projection_weights` joins those of a triangle multiplication. Make
+    `TriangleAttention` with `gate_bias=False, out_bias=False`, `TriangleMultiplication` with `bias=False`, and `Transition`
+    with its defaults, or with `activation="relu", bias=True`.
 
     Args:
         state: tensors by OpenFold-3's names, with any prefixes. Names of other layers are kept.
 
     Returns:
-        The same tensors by the names of `evoattn.nn`.
+        The same tensors by the names of `evoattn.nn`. Halves of a joined projection are views.
 
     Example:
         >>> import torch
@@ -60,12 +77,18 @@ def from_openfold3(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         >>> list(from_openfold3(state))
         ['layer_norm.weight', 'linear.weight']
     """
-    return {_rename_triangle(name, state): x for name, x in state.items()}
+    return {here: part for name, x in state.items() for here, part in split_joined(_rename_openfold3(name, state), x).items()}
 
 
-def _rename_triangle(name: str, state: Mapping[str, Tensor]) -> str:
+def _rename_openfold3(name: str, state: Mapping[str, Tensor]) -> str:
     prefix, separator, _ = name.rpartition("linear_z.weight")
-    return f"{prefix}linear.weight" if separator and f"{prefix}layer_norm.weight" in state else name
+    if separator and f"{prefix}layer_norm.weight" in state:
+        return f"{prefix}linear.weight"
+    for module, own in _RELU.items():
+        prefix, separator, kind = name.rpartition(f"{module}.")
+        if separator and kind in ("weight", "bias"):
+            return f"{prefix}{own}.{kind}"
+    return name
 
 
 def from_boltz(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

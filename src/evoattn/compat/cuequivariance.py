@@ -20,7 +20,7 @@ from evoattn.core import guards
 from evoattn.core.devices import uncast
 from evoattn.core.problem import dtype_name
 from evoattn.dispatch.axes import fits, with_axes
-from evoattn.dispatch.checks import check_keys, check_tensors
+from evoattn.dispatch.checks import check_keys, check_tensors, check_tensors_or_none
 from evoattn.fully_masked.means import EmptyRows, check_empty_rows, with_means_for_replaced_scores
 from evoattn.pair import triangle_multiplication
 
@@ -158,7 +158,8 @@ def triangle_multiplicative_update(
         `[*, N, N, C]`, with gradients for x and every weight.
 
     Raises:
-        ValueError: for another direction or precision, a weight that is missing, or sizes that do not fit.
+        TypeError, ValueError: for what is no tensor, another direction or precision, a weight that is missing, or sizes that do
+            not fit.
 
     Example:
         >>> import torch
@@ -172,6 +173,8 @@ def triangle_multiplicative_update(
     """
     if precision is not None:
         raise ValueError(f"precision must be None here (torch.set_float32_matmul_precision sets it), got {precision!r}")
+    check_tensors(x=x)
+    check_tensors_or_none(mask=mask)
     if x.ndim < 3 or x.shape[-2] != x.shape[-3]:
         raise ValueError(f"x must be [*, N, N, C], got shape {list(x.shape)}")
     weights = {
@@ -207,11 +210,10 @@ def triangle_multiplicative_update(
 def _check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> None:
     """Raise TypeError or ValueError, with the caller's names and shapes."""
     check_tensors(q=q, k=k, v=v, bias=bias)
+    check_tensors_or_none(mask=mask)
     for name, x, axes in (("q", q, "H, Q, D"), ("k", k, "H, K, D"), ("v", v, "H, K, C"), ("mask", mask, "1, 1, K")):
         if x is None:
             continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
         if x.ndim not in (4, 5):
             raise ValueError(f"{name} must be [B, N, {axes}], or [N, {axes}] for B = 1, got shape {list(x.shape)}")
     check_keys(q, k, v, ("[B, N, H, K, D]", "[B, N, H, K, C]"), least=5)

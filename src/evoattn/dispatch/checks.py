@@ -44,10 +44,9 @@ def compute_dtype(x: Tensor, weight: Tensor | None = None) -> torch.dtype:
 
 def check_mask(name: str, mask: Tensor | None, shape: tuple[int, ...]) -> None:
     """Raise TypeError or ValueError unless the mask is None or has as many axes as `shape` and broadcasts to it."""
+    check_tensors_or_none(**{name: mask})
     if mask is None:
         return
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(mask).__name__}")
     if mask.ndim != len(shape) or not fits(tuple(mask.shape), shape):
         raise ValueError(f"{name} must broadcast to {list(shape)} and have as many axes, got shape {list(mask.shape)}")
 
@@ -57,6 +56,13 @@ def check_tensors(**tensors: object) -> None:
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
+def check_tensors_or_none(**tensors: object) -> None:
+    """Raise TypeError unless each argument is a tensor or None."""
+    for name, x in tensors.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
 
 
 def check_keys(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, str], *, layout: str = "bnhld", least: int = 0) -> None:

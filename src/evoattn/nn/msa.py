@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evoattn.dispatch.checks import check_mask
+from evoattn.dispatch.checks import check_mask, check_tensors
 from evoattn.fully_masked.means import EmptyRows
 from evoattn.nn.attention import (
     Attention,
@@ -90,6 +90,7 @@ class MSAAttention(Layer):
         """The pair bias `[*, 1, H, L, L]`, a view of the projection of z."""
         if self.linear_z is None or self.c_z is None:
             if z is not None:
+                check_tensors(z=z)
                 raise ValueError(f"z must be None, got shape {list(z.shape)}: this attention was made without a pair bias")
             return None
         if z is None:

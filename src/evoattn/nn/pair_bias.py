@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evoattn.dispatch.axes import fits
-from evoattn.dispatch.checks import check_mask
+from evoattn.dispatch.checks import check_mask, check_tensors
 from evoattn.dispatch.distributed import Split, is_distributed
 from evoattn.fully_masked.means import EmptyRows
 from evoattn.nn.attention import Attention, add_residual, attend, check_input, check_settings, check_shares, heads, inputs_of
@@ -227,6 +227,7 @@ class AttentionPairBias(Layer):
             check_input("z", z, 3, self.c_z, distributed=True)
             check_shares("z", z, tuple(a.shape[:-2]), a.shape[-2], length)
         if pair_bias is not None:
+            check_tensors(pair_bias=pair_bias)
             shape = (*a.shape[:-2], self.no_heads, a.shape[-2], length)
             if pair_bias.ndim != len(shape) or not fits(tuple(pair_bias.shape), shape):
                 raise ValueError(

@@ -6,7 +6,7 @@ import functools
 
 from torch import Tensor
 
-from evoattn.dispatch.checks import check_tensors
+from evoattn.dispatch.checks import check_tensors, check_tensors_or_none
 from evoattn.fully_masked.means import EmptyRows
 from evoattn.nn.attention import check_overwritten, kept
 from evoattn.nn.initial import Layer
@@ -179,8 +179,9 @@ class PairformerBlock(Layer):
         Raises:
             TypeError, ValueError: an argument has a wrong type or shape, or z cannot be overwritten.
         """
+        check_tensors(s=s, z=z)
+        check_tensors_or_none(mask=mask, pair_mask=pair_mask)
         if in_place:
-            check_tensors(s=s, z=z)
             s, mask = kept(s, z), kept(mask, z)
         z = self.pair_stack(z, pair_mask, in_place=in_place)
         s = self.attn_pair_bias(s, z, mask=mask)

@@ -337,16 +337,25 @@ def test_a_forward_mode_derivative_raises(name: str, mode: str) -> None:
             torch.autograd.grad(out, x, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
 
 
+@pytest.mark.parametrize("needs", ["input", "parameters", "both"])
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_an_output_changed_in_place(name: str) -> None:
+def test_an_output_changed_in_place(name: str, training: bool, residual: bool, dropout: float, needs: str) -> None:
     layer, inputs = layer_and_inputs(name)
-    parameters = list(layer.parameters())
-    scale = torch.randn(layer(*inputs).shape)
-    wanted = torch.autograd.grad((layer(*inputs) * scale).relu().sum(), parameters)
-    out = layer(*inputs)
-    out *= scale
-    out.relu_()
-    for x, y in zip(torch.autograd.grad(out.sum(), parameters), wanted, strict=True):
+    for module in layer.train(training).modules():
+        options = {"residual": residual, "dropout": dropout}
+        vars(module).update({option: value for option, value in options.items() if option in vars(module)})
+    inputs[0].requires_grad_(needs != "parameters")
+    leaves = [x for x in (inputs[0], *layer.requires_grad_(needs != "input").parameters()) if x.requires_grad]
+    scale, gradients = torch.randn(layer(*inputs).shape), []
+    for in_place in (False, True):
+        torch.manual_seed(1)
+        out = layer(*inputs)
+        out = out.mul_(scale).relu_() if in_place else (out * scale).relu()
+        gradients.append(torch.autograd.grad(out.sum(), leaves))
+    for x, y in zip(*gradients, strict=True):
         torch.testing.assert_close(x, y)
 
 

@@ -24,6 +24,7 @@ else:
     from torch.autograd import forward_ad
     from torch.utils.checkpoint import checkpoint
 
+    from evoattn.nn import Transition, TriangleMultiplication
     from evoattn.pair.multiplication import steps as multiplication_steps
     from evoattn.pair.transitions import steps as transition_steps
     from evoattn.pair.values import MultiplicationOptions, TransitionOptions
@@ -171,6 +172,36 @@ else:
         with MODES[mode]():
             checkpoint(problem, x, use_reentrant=reentrant).backward(problem.do)
         assert worst([x.grad], [torch.func.grad(problem.dense_loss)(problem.x)]) < 1e-5  # type: ignore[list-item]
+
+    LAYERS: dict[str, Callable[..., torch.nn.Module]] = {
+        "outgoing": lambda **options: TriangleMultiplication(16, 16, **options),
+        "SwiGLU": lambda dropout, **options: Transition(16, 1, **options),
+    }
+
+    @pytest.mark.parametrize("needs", ["z", "parameters", "both", "nothing"])
+    @pytest.mark.parametrize("dropout", [0.0, 0.25])
+    @pytest.mark.parametrize("residual", [False, True])
+    @pytest.mark.parametrize("training", [False, True])
+    @pytest.mark.parametrize("layer", LAYERS)
+    def test_an_output_of_a_layer_changed_in_place(
+        layer: str, training: bool, residual: bool, dropout: float, needs: str
+    ) -> None:
+        """With every option, and whatever has a gradient."""
+        torch.manual_seed(0)
+        module = (
+            LAYERS[layer](residual=residual, dropout=dropout).train(training).requires_grad_(needs in ("parameters", "both"))
+        )
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        z = torch.randn(1, 3, 3, 16).requires_grad_(needs in ("z", "both"))
+        leaves = [x for x in (z, *module.parameters()) if x.requires_grad]
+        scale, values = torch.randn(1, 3, 3, 16), []
+        for in_place in (False, True):
+            torch.manual_seed(1)
+            output = module(z)
+            output = output.mul_(scale).relu_() if in_place else (output * scale).relu()
+            values.append([output.detach(), *(torch.autograd.grad(output.sum(), leaves) if leaves else ())])
+        assert worst(values[1], values[0]) < 1e-6
 
     @IN_EACH_MODE
     @pytest.mark.parametrize("needs", ["x", "weight", "both"])

@@ -53,14 +53,14 @@ def test_a_module_with_arguments(program: Program) -> None:
     program.write("import sys, toy_client.layers\nprint(sys.argv[1:])")
     status, out, line = program.run("-m", "program", "-m", "--patch", "--help")
     assert (status, out) == (0, "['-m', '--patch', '--help']\n")
-    assert line == "evoattn run: toy 1.0 patched, but no attention was called"
+    assert line.startswith("evoattn run: toy 1.0 patched, but no attention was called in the Python process that read ")
 
 
 def test_a_sitecustomize_of_the_user_runs_too(program: Program) -> None:
     (program.folder / "sitecustomize.py").write_text("import builtins\nbuiltins.of_the_user = __file__\n")
     (program.folder / "program.py").write_text("import sitecustomize\nassert of_the_user == sitecustomize.__file__\n")
     status, _, line = program.run()
-    assert (status, line) == (0, "evoattn run: nothing to patch: the program imported no attention of toy")
+    assert status == 0 and line.startswith("evoattn run: nothing was patched: no attention of toy was imported in the Python ")
 
 
 @pytest.mark.slow

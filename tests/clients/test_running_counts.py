@@ -19,7 +19,7 @@ from tests.clients.program import TOY, Program
 def test_a_program_that_never_read_the_startup_file(program: Program, option: str) -> None:
     status, out, line = program.run("python", option, "-c", "print('ran')")
     assert (status, out) == (0, "ran\n")
-    assert "no Python process read evoattn's start-up file, so the program may have run unpatched" in line
+    assert "nothing was counted: no Python process reported that it read evoattn's start-up file. A Python" in line
 
 
 def test_without_a_temporary_folder_nothing_is_counted(program: Program) -> None:
@@ -155,14 +155,28 @@ def test_a_script_that_is_no_command(
     assert "'fold.py' is a script, not a command: evoattn run python fold.py" in capsys.readouterr().err
 
 
-def test_commands_that_cannot_be_started(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
-    other = tmp_path / "other"
-    other.write_text("#!/somewhere/else/bin/python3\n")
-    other.chmod(0o755)
+def test_commands_that_cannot_be_started(
+    capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("other", "#!/somewhere/else/bin/python3\n"), ("lost", "#!/no/interpreter\n"), ("bare", "exit 3\n")):
+        pathlib.Path(name).write_text(text)
+        pathlib.Path(name).chmod(0o755)
+    pathlib.Path("text").write_text("")
+    pathlib.Path("folder").mkdir()
+    pathlib.Path("link").symlink_to("/gone")
     for command, words in (
         ([], "PROGRAM is missing"),
         (["no_such_command"], "no command 'no_such_command'"),
-        ([str(other)], "runs with /somewhere/else/bin/python3"),
+        (["./gone"], "there is no file './gone'"),
+        (["cd", "/"], "sh -c runs a shell's own command"),
+        (["./folder"], "'./folder' is a directory, not a command"),
+        (["./text"], "'./text' is not executable"),
+        (["bare"], "'bare' is neither beside evoattn nor on PATH: evoattn run ./bare"),
+        (["./link"], "'./link' is a link to '/gone', which does not exist"),
+        (["./lost"], "./lost cannot be started: the interpreter that it names does not exist"),
+        (["./bare"], "it is no program for this machine, and no first line '#!' names one that runs it: evoattn run sh ./bare"),
+        (["./other"], "runs with /somewhere/else/bin/python3"),
         (["--patch", "boltz", "python"], "boltz is not installed here"),
         (["--patch", "nothing", "python"], "invalid choice: 'nothing'"),
     ):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import errno
 import io
-import os
 import sys
 from typing import NoReturn
 
 from evoattn._version import __version__
 from evoattn.cli import bench, demo, doctor, fuzz, run, tune, warm
-from evoattn.cli.terminal import RefusedError
+from evoattn.cli.terminal import RefusedError, tell, write_no_more
 
 _ABOUT = """\
 Evoformer attention, the attention of the AlphaFold family: exact and memory-efficient.
@@ -73,23 +72,18 @@ def main(argv: list[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
     except RefusedError as refused:
-        print(f"evoattn {arguments.command}: error: {refused}", file=sys.stderr)
+        tell(f"evoattn {arguments.command}: error: {refused}")
         return 2
     except KeyboardInterrupt:
-        print(f"evoattn {arguments.command}: interrupted", file=sys.stderr)
+        tell(f"evoattn {arguments.command}: interrupted")
         return 130
     except BrokenPipeError:  # the reader, such as `head`, has all it wanted
-        _write_no_more()
+        write_no_more(sys.stdout)
         return 0
     except OSError as error:
         if error.errno not in _CANNOT_WRITE:
             raise
-        _write_no_more()
-        print(f"evoattn {arguments.command}: error: what it found cannot be written: {error.strerror}", file=sys.stderr)
+        write_no_more(sys.stdout)
+        tell(f"evoattn {arguments.command}: error: what it found cannot be written: {error.strerror}")
         return 2
     return status
-
-
-def _write_no_more() -> None:
-    """Send further output nowhere, so that the flush at exit does not fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

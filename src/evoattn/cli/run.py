@@ -6,6 +6,7 @@ import argparse
 import collections
 import contextlib
 import ctypes
+import errno
 import os
 import pathlib
 import shutil
@@ -13,10 +14,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from evoattn.cli.terminal import RefusedError, add_command
+from evoattn.cli.terminal import RefusedError, add_command, tell
 from evoattn.clients import running
 from evoattn.clients.graphs import ELSEWHERE
 from evoattn.clients.patching import NAMES, client
@@ -47,9 +49,9 @@ _NOT_FORWARDED = ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE"
 _TERMINAL_SIGNALS = ("SIGINT", "SIGQUIT", "SIGTSTP", "SIGWINCH")
 """Signals that a terminal sends to every process of its foreground group."""
 
-_NEVER_BEGAN = """\
-nothing was counted: no Python process read evoattn's start-up file, so the program may have run unpatched. \
-Python ignores the file with -I, -E or -S, and if PYTHONPATH is removed, as by `env -i`. \
+_UNREAD = """\
+A Python process that does not read evoattn's start-up file runs unpatched: \
+Python ignores it with -I, -E or -S, and if PYTHONPATH is removed, as by `env -i`. \
 Start the program without these, or call evoattn.patch() in it"""
 
 
@@ -99,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         environment = {**os.environ, running.VARIABLE: told, "PYTHONPATH": os.pathsep.join(paths)}
         status = _wait(command, environment, signals)
         line = f"calls were not counted: {why}" if folder is None else summary(folder, names)
-        print(f"evoattn run: {line}", file=sys.stderr, flush=True)
+        tell(f"evoattn run: {line}")
     return status if status >= 0 else _die_of(-status)
 
 
@@ -123,7 +125,7 @@ def _command(arguments: argparse.Namespace) -> list[str]:
     if path is None:
         if program[0].endswith(".py") and os.path.isfile(program[0]):
             raise RefusedError(f"{program[0]!r} is a script, not a command: evoattn run python {program[0]}")
-        raise RefusedError(f"no command {program[0]!r} beside {sys.executable} or on PATH; a module is run with -m")
+        raise RefusedError(_no_command(program[0]))
     python = _python_of(path)
     if python is not None and os.path.realpath(os.path.dirname(python)) != os.path.realpath(folder):
         raise RefusedError(
@@ -132,10 +134,28 @@ def _command(arguments: argparse.Namespace) -> list[str]:
     return [path, *program[1:]]
 
 
+def _no_command(program: str) -> str:
+    """Why a program is no command."""
+    if os.path.isdir(program):
+        return f"{program!r} is a directory, not a command"
+    if os.path.isfile(program) and os.access(program, os.X_OK):
+        return f"{program!r} is neither beside evoattn nor on PATH: evoattn run {os.path.join(os.curdir, program)}"
+    if os.path.isfile(program):
+        return f"{program!r} is not executable: its permissions do not allow it"
+    if os.path.islink(program):
+        return f"{program!r} is a link to {os.readlink(program)!r}, which does not exist"
+    if os.path.dirname(program):
+        return f"there is no file {program!r}"
+    return f"no command {program!r} beside {sys.executable} or on PATH; -m runs a module, sh -c runs a shell's own command"
+
+
 def _python_of(path: str) -> str | None:
-    """The Python that a script's first line names, or None."""
-    with open(path, "rb") as file:
-        first = file.readline(1000)
+    """The Python that a script's first line names, or None. A program may be one to execute and not to read."""
+    try:
+        with open(path, "rb") as file:
+            first = file.readline(1000)
+    except OSError:
+        return None
     if not first.startswith(b"#!"):
         return None
     words = first[2:].decode(errors="replace").split()
@@ -201,9 +221,17 @@ def _wait(command: list[str], environment: dict[str, str], signals: Signals) -> 
     try:
         process = subprocess.Popen(command, env=environment, preexec_fn=_ends_with_this_process())
     except OSError as error:
-        raise RefusedError(f"{command[0]} cannot be started: {error.strerror}") from error
+        raise RefusedError(f"{command[0]} cannot be started: {_why_not_started(command[0], error)}") from error
     signals.go_to(process)
     return process.wait()
+
+
+def _why_not_started(path: str, error: OSError) -> str:
+    if error.errno == errno.ENOEXEC:
+        return f"it is no program for this machine, and no first line '#!' names one that runs it: evoattn run sh {path}"
+    if error.errno == errno.ENOENT and os.path.exists(path):
+        return "the interpreter that it names does not exist"
+    return error.strerror or str(error)
 
 
 def _ends_with_this_process() -> Callable[[], None] | None:
@@ -258,19 +286,42 @@ def summary(folder: pathlib.Path, names: tuple[str, ...]) -> str:
     refused |= {path.read_text() for path in folder.glob("*.lost")}
     if any(folder.glob("*.uncounted")):
         refused.add(f"not all calls were counted: {folder.parent} cannot take the counts; TMPDIR names another place")
+    ending = "" if computed or passed_on or steps or refused else f". {_UNREAD}"
     if computed:
         parts = [f"{in_words(computed)} of {joined(sorted(patched))} computed by evoattn on {joined(sorted(backends))}"]
+    elif patched and ending:
+        parts = [f"{joined(sorted(patched))} patched, but no attention was called in {_readers(folder)}"]
     elif patched:
-        parts = [f"{joined(sorted(patched))} patched, but no attention was called"]
+        parts = [f"{joined(sorted(patched))} patched, but no attention was computed by evoattn"]
     elif refused:
         parts = []
-    elif not (folder / running.BEGAN).exists():
-        parts = [_NEVER_BEGAN]
     else:
-        parts = [f"nothing to patch: the program imported no attention of {', '.join(names)}"]
+        parts = [_not_patched(folder, names)]
     by_count = sorted(passed_on.items(), key=lambda item: -item[1].total())
     parts += [f"{in_words(counts)} by the original: {reason}" for reason, counts in by_count]
-    return "; ".join([*parts, *_steps(steps), *sorted(refused)])
+    return "; ".join([*parts, *_steps(steps), *sorted(refused)]) + ending
+
+
+def _not_patched(folder: pathlib.Path, names: tuple[str, ...]) -> str:
+    if not folder.exists():
+        return f"nothing was counted: the program removed {folder}"
+    if not any(folder.glob(f"*{running.BEGAN}")):
+        return "nothing was counted: no Python process reported that it read evoattn's start-up file"
+    return f"nothing was patched: no attention of {', '.join(names)} was imported in {_readers(folder)}"
+
+
+def _readers(folder: pathlib.Path) -> str:
+    """Name the Python processes that read the start-up file, the first three by their commands."""
+    files = sorted(folder.glob(f"*{running.BEGAN}"), key=lambda path: path.stat().st_mtime_ns)
+    shown = [_shown(path.read_text(encoding="utf-8", errors="replace")) for path in files[:3]]
+    more = [f"{len(files) - 3} more"] if len(files) > 3 else []
+    processes = "Python process" if len(files) == 1 else f"{len(files)} Python processes"
+    return f"the {processes} that read evoattn's start-up file ({'; '.join(shown + more)})"
+
+
+def _shown(command: str) -> str:
+    """A command in one short line that sends nothing but letters to the terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in textwrap.shorten(command, 60, placeholder=" ..."))
 
 
 def _steps(counts: collections.Counter[str]) -> list[str]:

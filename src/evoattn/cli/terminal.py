@@ -8,12 +8,13 @@ import errno
 import importlib.util
 import itertools
 import math
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 import torch
 
@@ -24,6 +25,21 @@ _Number = TypeVar("_Number", int, float)
 
 class RefusedError(Exception):
     """Raised for an option or file that cannot be used. The message is one line that names it and says what was expected."""
+
+
+def tell(line: str) -> None:
+    """Print a line on stderr. If stderr is closed, full or has no reader, go on: the exit status tells the result."""
+    if sys.stderr is None:  # print would take stdout then
+        return
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        write_no_more(sys.stderr)
+
+
+def write_no_more(stream: TextIO) -> None:
+    """Send further output of a stream nowhere, so that the flush at exit does not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def add_command(

@@ -23,8 +23,8 @@ from evoattn.dispatch import lookup
 VARIABLE = "EVOATTN_RUN"
 """The environment's name for what `evoattn run` tells the processes of its program: see `instructions`."""
 
-BEGAN = "began"
-"""The file in the folder of the counts that the start-up file makes."""
+BEGAN = ".began"
+"""The suffix of the files in the folder of the counts in which each Python that reads the start-up file leaves its command."""
 
 STARTUP = pathlib.Path(__file__).parent / "startup"
 """The folder that goes to PYTHONPATH."""

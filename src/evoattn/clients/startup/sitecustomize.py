@@ -56,7 +56,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 def _leave(folder: Any, name: str, text: str = "") -> None:
     """Write a file for `evoattn run`, if its folder is there: a child may outlive it, and a disk may be full."""
     if folder is not None:
-        with contextlib.suppress(OSError), open(os.path.join(folder, name), "w") as file:
+        path = os.path.join(folder, name)
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
 
 
@@ -73,6 +74,6 @@ def _leave_the_stage() -> None:
 
 if "EVOATTN_RUN" in os.environ:
     _told = json.loads(os.environ["EVOATTN_RUN"])
-    _leave(_told["folder"], "began")
+    _leave(_told["folder"], f"{os.getpid()}-{os.urandom(4).hex()}.began", " ".join(sys.orig_argv))
     sys.meta_path.insert(0, _Finder(_told))
 _leave_the_stage()

@@ -34,6 +34,33 @@ GOOD = {
     "sequences over several lines": (">q\nMKV\nLAT\n>s\nM\nKV-AT\n", ("MKVLAT", "MKV-AT")),
     "gaps in the query": (">q\nM-KV.\n>s\nMAKVA\n", ("MKV", "MKV")),
     "rare letters": (">q\nMKBZ\n>s\nUOJX\n", ("MKXX", "XXXX")),
+    "colabfold: a NUL byte at the end": (">101\nMKV\n>UniRef100_A\t72\t0.9\nM-Va\n\0", ("MKV", "M-V")),
+    "colabfold: a NUL byte alone on its line": ("#3\t1\n>101\nMKV\n\0\n", ("MKV",)),
+    "colabfold: two chains, paired and not": ("#2,2\t1,1\n>101\t102\nMKVL\n>101\nMK--\n>102\n--VL\n", ("MKVL", "MK--", "--VL")),
+    "mmseqs2: an entry of a database, gzipped": (gzip.compress(b">q\nMKV\n\0"), ("MKV",)),
+    "hh-suite: annotations": (
+        "#q\n>ss_pred PSIPRED\nCEE\n>ss_conf\n915\n>q\nMKV\n>aa_dssp\nMKV\n>sa_dssp\nAB-\n>s\nMgKV\n",
+        ("MKV", "MKV"),
+    ),
+    "hh-suite: a consensus first": (">q_consensus\nxxx\nMXV\n>q\nMKV\n>s_consensus\nMRV\n", ("MKV", "MRV")),
+    "a name that is no UTF-8": (b">q M\xfcller\nMKV\n", ("MKV",)),
+    "a name with a line separator": (">q\x0b\x85\u2028rest\nMKV\n", ("MKV",)),
+    "headers without a name, names that repeat": (">\nMKV\n>\nMRV\n>a\nMK-\n>a\n-KV\n", ("MKV", "MRV", "MK-", "-KV")),
+    "line ends of carriage returns": (A3M.replace("\n", "\r"), ("MKVLAT", "MK-LAT", "-KVL-T")),
+    "a2m: padded insertions": (">q\nM.K.V\n>s\nMa-.V\n>t\n-aKaV\n", ("MKV", "M-V", "-KV")),
+    "a2m: as many dots in each": (">q\nM.Ka\n>s\nMaK.\n", ("MK", "MK")),
+    "a3m: dots are gaps beside insertions": (">q\nMKV\n>s\nM.Va\n", ("MKV", "M-V")),
+    "stops inside": (">q\nMK*V\n>s\nM*LV\n", ("MKXV", "MXLV")),
+    "stops at the end of all": (">q\nMKV*\n>s\nM-V*\n", ("MKV", "M-V")),
+    "stops at the end, beyond the columns": (">q\nMKV\n>s\nM-V*\n", ("MKV", "M-V")),
+    "a stop at the last column": (">q\nMKV\n>s\nMK*\n", ("MKV", "MKX")),
+    "jackhmmer: stockholm": (
+        "# STOCKHOLM 1.0\n#=GF ID q-i1\n#=GS s/1-3 DE [subseq from] M\n\nq           MK-VL\n#=GR q PP    99.99\n"
+        "s/1-3       M-AV-\n#=GC PP_cons 9*.99\n#=GC RF      xx.xx\n//\n",
+        ("MKVL", "M-V-"),
+    ),
+    "stockholm in blocks": ("# STOCKHOLM 1.0\r\n\r\nq MK\r\ns M.\r\n\r\nq v-\r\ns VA\r\n//\r\n", ("MKV", "M-V")),
+    "stockholm, gzipped, with a NUL byte": (gzip.compress(b"# STOCKHOLM 1.0\nq MKV\n//\n\0"), ("MKV",)),
     "a short sequence of letters that nucleotides have too": (">q\nGATTACA\n", ("GATTACA",)),
 }
 
@@ -51,7 +78,7 @@ def test_records_without_a_residue_are_counted(tmp_path: Path) -> None:
 
 
 BAD = {
-    "empty": ("", "is empty; expected an A3M or aligned FASTA file"),
+    "empty": ("", "is empty; expected an A3M, aligned FASTA or Stockholm file"),
     "blank": ("\n \n", "is empty"),
     "gzip of nothing": (gzip.compress(b""), "is empty"),
     "gzip cut off": (gzip.compress(A3M.encode() * 50)[:-12], "gzip data are damaged or cut off"),
@@ -59,7 +86,26 @@ BAD = {
     "binary": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "is a binary file"),
     "not text": (b">q\nMK\xff\xfeV\n", "is a binary file"),
     "comments only": ("# nothing here\n", "holds comments only; expected records that begin with '>'"),
-    "stockholm": ("# STOCKHOLM 1.0\nseq MKV\n//\n", "is a Stockholm file; expected A3M or aligned FASTA"),
+    "text with a NUL byte": ("MKV\0MKV\n", "is a binary file"),
+    "a tar archive": (b"uniref.a3m".ljust(257, b"\0") + b"ustar".ljust(300, b"\0"), "is a tar archive; unpack it"),
+    "colabfold: two queries": (
+        ">101\nMKV\n\0>102\nMKVL\n\0",
+        "holds 2 alignments, with a NUL byte after each; expected one: write",
+    ),
+    "two files after each other": ("#3\t1\n>q\nMKV\n#4\t1\n>r\nMKVL\n", "line 4: a comment after the first record; if another"),
+    "annotations only": (">ss_pred\nCCC\n", "holds no sequence"),
+    "stockholm: two": (
+        "# STOCKHOLM 1.0\nq MKV\n//\n# STOCKHOLM 1.0\nq MKV\n//\n",
+        "line 4: another alignment begins after '//'",
+    ),
+    "stockholm cut off": ("# STOCKHOLM 1.0\nq MKV\n", "is a Stockholm file that is cut off; expected '//' at its end"),
+    "stockholm without a sequence": ("# STOCKHOLM 1.0\n#=GF ID x\n//\n", "is a Stockholm file without a sequence"),
+    "stockholm, a name twice": ("# STOCKHOLM 1.0\nq MKV\nq MKL\n//\n", "line 3: the name 'q' is twice in a block"),
+    "stockholm, a name in one block": ("# STOCKHOLM 1.0\nq MKV\ns MKV\n\nq MKV\n//\n", "has 3 aligned columns; expected 6"),
+    "stockholm, spaces": ("# STOCKHOLM 1.0\nq MKV LAT\n//\n", "line 2: expected a name and a sequence without spaces"),
+    "stockholm, digits": ("# STOCKHOLM 1.0\nq  MK1\n//\n", "line 2, column 6: '1' is neither"),
+    "lower case that is aligned": (">q\nMKV\n>s\nmkL\n", "expected 3, as in record 1; if lower case means no insertions here"),
+    "gaps of GCG": (">q\nMK~V\n", "line 2, column 3: '~' is neither"),
     "no header": ("hello world\n", "line 1: expected a header that begins with '>', found 'hello world'"),
     "sequence before the first header": ("\nMKV\n>q\nMKV\n", "line 2: expected a header"),
     "ragged": (

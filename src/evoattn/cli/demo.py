@@ -91,7 +91,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         nargs="?",
         type=Path,
         metavar="ALIGNMENT",
-        help="A3M (lower case = insertions, dropped) or aligned FASTA; '-' and '.' are gaps; gzip is welcome; "
+        help="A3M (lower case = insertions, dropped), aligned FASTA or Stockholm; '-' and '.' are gaps; gzip is welcome; "
         "default: 75 domains of the ubiquitin family",
     )
     parser.add_argument(

@@ -28,7 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "compat": {"api", "core", "dispatch", "fully_masked", "pair"},
     "nn": {"api", "backends", "core", "dispatch", "fully_masked", "pair"},
     "clients": {"compat", "core", "dispatch", "nn"},
-    "testing": {"api", "backends", "compile", "core", "dispatch", "nn", "workloads"},
+    "testing": {"api", "backends", "compile", "core", "dispatch", "nn", "pair", "workloads"},
     "__init__": {"_version", "api", "clients", "core"},
     "bench": {"__init__", "_version", "api", "backends", "core", "dispatch", "nn", "testing", "workloads"},
     "cli": {

@@ -12,14 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
+import evoattn.pair.multiplication.call
 from evoattn import cli
 from evoattn.cli import fuzz as command
 from evoattn.nn import project
 from evoattn.testing import Outcome
 from evoattn.testing.fuzz import Findings, Trial
 from evoattn.testing.judging_layers import judge_layer
-from evoattn.testing.random_layers import LAYERS, RandomLayer, random_layer
+from evoattn.testing.layer_kinds import LAYERS, OPERATORS
+from evoattn.testing.random_layers import RandomLayer, random_layer
 from evoattn.testing.random_problems import DTYPES
+from evoattn.testing.surroundings import COMPILERS, COUNTERS, DTENSORS, INSTEAD, MODES
 
 SEEDS, CHUNK = range(100, 140), 10
 SMALL = 4000
@@ -31,11 +34,19 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("first", SEEDS[::CHUNK])
 def test_layers_hold_on_the_cpu(first: int) -> None:
     drawn = [random_layer(seed, largest=SMALL) for seed in range(first, first + CHUNK)]
+    drawn = [layer for layer in drawn if layer.around not in INSTEAD]  # see `test_functions_put_in_place_are_called`
     failed = {layer.seed: outcome.what for layer in drawn if (outcome := judge_layer(layer)).status != "held"}
     assert not failed
 
 
-DRAWN = [random_layer(seed) for seed in range(400)]
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_operators_hold_on_the_cpu(first: int) -> None:
+    drawn = [random_layer(seed, largest=SMALL, kinds=tuple(OPERATORS)) for seed in range(first, first + 20)]
+    failed = {call.seed: outcome.what for call in drawn if (outcome := judge_layer(call)).status != "held"}
+    assert not failed
+
+
+DRAWN = [random_layer(seed) for seed in range(1000)]
 
 
 def test_every_kind_is_drawn() -> None:
@@ -47,7 +58,10 @@ def test_every_kind_is_drawn() -> None:
         "strides": {"contiguous", "swapped", "sliced", "offset"},
         "mode": {"grad", "no_grad", "inference"},
         "checkpoint": {"", "plain", "reentrant"},
-        "in_place": {"", "mul_", "relu_"},
+        "in_place": {"", "mul_", "relu_", "add_", "part"},
+        "around": {"", *MODES, *COUNTERS, *INSTEAD, *COMPILERS, DTENSORS},
+        "mask_expanded": {False, True},
+        "gain": {1.0, 300.0},
     }
     for name, expected in values.items():
         assert {getattr(layer, name) for layer in DRAWN} == expected, name
@@ -57,8 +71,13 @@ def test_every_kind_is_drawn() -> None:
         lambda layer: layer.change == "adapter" and layer.autocast,
         lambda layer: "norm" in layer.path,
         lambda layer: layer.default_dtype == torch.float64 and layer.dtype == torch.bfloat16,
+        lambda layer: layer.gain > 1 and layer.autocast == torch.float16,
+        lambda layer: layer.mask_expanded and layer.mask_ones,
     ):
         assert any(map(is_so, DRAWN))
+    called = [random_layer(seed, kinds=tuple(OPERATORS)) for seed in range(300)]
+    assert {call.kind for call in called} == {*OPERATORS}
+    assert {call.around for call in called} == {"", *MODES, *COMPILERS}
 
 
 def test_one_seed_is_one_layer() -> None:
@@ -76,7 +95,7 @@ def failures(change: Callable[[RandomLayer], RandomLayer] = lambda layer: layer)
     layer = next(x for x in DRAWN if x.kind == "triangle" and x.options["starting"] and x.sizes["l"] > 5)
     usual: dict[str, Any] = {
         **dict.fromkeys(("dtype", "parameter_dtype"), torch.float32),
-        **dict.fromkeys(("path", "change", "checkpoint", "in_place"), ""),
+        **dict.fromkeys(("path", "change", "checkpoint", "in_place", "around"), ""),
         **dict.fromkeys(("autocast", "mask")),
         "options": {**layer.options, "residual": False},
         "frozen": (),
@@ -130,6 +149,32 @@ def test_a_layer_that_reads_a_changed_module_is_found(monkeypatch: pytest.Monkey
     assert {"error of o", "gradient dmha.linear_q.up"} <= failures(adapted)
 
 
+@pytest.mark.parametrize("around", [*MODES, *COUNTERS, *COMPILERS, DTENSORS])
+def test_a_layer_holds_in_its_surroundings(around: str) -> None:
+    assert failures(lambda layer: dataclasses.replace(layer, around=around)) == set()
+
+
+@pytest.mark.parametrize("around", INSTEAD)
+@pytest.mark.xfail(reason="layers go on with the weights", strict=True)
+def test_functions_put_in_place_are_called(around: str) -> None:
+    assert failures(lambda layer: dataclasses.replace(layer, around=around)) == set()
+
+
+@pytest.mark.parametrize("in_place", ["mul_", "relu_", "add_", "part"])
+def test_a_change_in_place_reaches_the_truth_too(in_place: str) -> None:
+    assert failures(lambda layer: dataclasses.replace(layer, in_place=in_place)) == set()
+
+
+def test_a_product_that_leaves_the_range_of_float16_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {"kinds": ("pair.triangle_multiplication",), "dtypes": (torch.float16,), "largest": SMALL}
+    call = next(call for seed in range(99) if (call := random_layer(seed, **words)).gain > 1 and call.sizes["l"] > 5)  # type: ignore[arg-type]
+    call = dataclasses.replace(call, mode="grad", mask=None, around="", autocast=None, in_place="", checkpoint="")
+    assert judge_layer(call).status == "held"
+    right = evoattn.pair.multiplication.call.product
+    monkeypatch.setattr(evoattn.pair.multiplication.call, "product", lambda *args, **named: right(*args, **named).half())
+    assert "not finite: o" in judge_layer(call).kinds
+
+
 def test_the_default_dtype_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = next(x for x in DRAWN if x.default_dtype == torch.float64 and x.kind == "triangle")
     assert judge_layer(layer).status == "held"
@@ -143,6 +188,14 @@ def test_fuzz_layers_command_prints_its_counts(capsys: pytest.CaptureFixture[str
     arguments = ["fuzz", "--layers", "--cases", "2", "--seed", "103", "--largest", "500", "--jobs", "1", "--device", "cpu"]
     assert cli.main([*arguments, "--backends", "auto,triton"]) == 0
     assert "seeds from 103 to 104, 2 held, 2 refused, 0 failed" in capsys.readouterr().out
+
+
+def test_fuzz_operators_command_prints_its_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["fuzz", "--operators", "--cases", "3", "--seed", "5", "--largest", "500", "--jobs", "1", "--device", "cpu"]
+    assert cli.main(arguments) == 0
+    assert "seeds from 5 to 7, 3 held, 0 refused, 0 failed" in capsys.readouterr().out
+    call = random_layer(5, largest=500, kinds=tuple(OPERATORS))
+    assert call.command("auto", "cpu").startswith("evoattn fuzz --operators --seed 5 --cases 1 --largest 500 ")
 
 
 def test_a_failure_is_printed_with_a_line_that_runs(

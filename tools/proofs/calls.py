@@ -15,7 +15,8 @@ import evoattn
 from evoattn import nn as layers
 from evoattn.testing import AWKWARD, random_problem
 from evoattn.testing.cases import Case, Inputs, from_workload
-from evoattn.testing.random_layers import LAYERS, random_layer
+from evoattn.testing.layer_kinds import LAYERS
+from evoattn.testing.random_layers import random_layer
 from evoattn.workloads import WORKLOADS
 
 __all__ = ["Attention", "Layer", "attentions", "layer_calls"]

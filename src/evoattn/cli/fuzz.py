@@ -34,6 +34,7 @@ from evoattn.cli.terminal import (
 from evoattn.core.problem import dtype_name
 from evoattn.testing.fuzz import JUDGE, LAYERS, Findings, Problem, Trial, Workers, shrunk
 from evoattn.testing.judging import Outcome
+from evoattn.testing.layer_kinds import OPERATORS
 from evoattn.testing.random_layers import random_layer
 from evoattn.testing.random_problems import DTYPES, random_problem
 
@@ -52,7 +53,8 @@ backend that refuses a problem with its reasons is counted, and is no failure. A
 that it ran. Failures are shrunk to the smallest sizes that still fail.
 
 With --layers it draws layers of evoattn.nn instead: options, dtypes, autocast, frozen parameters, masks, adapters and hooks on
-sub-modules, checkpoints, the output changed in place.
+sub-modules, checkpoints, the output changed in place, modes of torch, functions put in the place of torch's, DTensors,
+torch.compile. With --operators it draws calls of evoattn.pair in the same way.
 """
 
 _EPILOG = """\
@@ -62,6 +64,7 @@ examples:
   evoattn fuzz --minutes 60 --jobs 8 --json found.json
   evoattn fuzz --backends triton --dtypes bfloat16 float16
   evoattn fuzz --layers --minutes 5                  whole layers
+  evoattn fuzz --operators --cases 2000              triangle multiplications and transitions
 
 exit status: 0 nothing failed; 1 a problem failed; 2 bad options; 130 interrupted: the results so far are
 shown and written
@@ -82,6 +85,7 @@ class Settings:
         largest: the most scores of a problem.
         limit_s: seconds that a problem may take.
         judge: the function that judges a problem, see `Workers`.
+        operators: whether operators of `evoattn.pair` are drawn in the place of layers.
     """
 
     cases: int | None
@@ -94,6 +98,7 @@ class Settings:
     largest: int
     limit_s: float = 120.0
     judge: str = JUDGE
+    operators: bool = False
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -122,17 +127,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="SCORES",
         help="the most scores of a problem (default: 2^20, on a GPU 2^22; layers 2^15 and 2^21)",
     )
-    parser.add_argument("--layers", action="store_true", help="random layers of evoattn.nn in the place of random calls")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--layers", action="store_true", help="random layers of evoattn.nn in the place of random attentions")
+    what.add_argument("--operators", action="store_true", help="random calls of the operators of evoattn.pair")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     device = pick(arguments.device).type
-    judge = LAYERS if arguments.layers else JUDGE
+    judge = LAYERS if arguments.layers or arguments.operators else JUDGE
     cases = _CASES if arguments.cases is None and arguments.minutes is None else arguments.cases
     available = (status.name for status in evoattn.backends() if status.available and status.name != "reference")
     default = ("tiled", "reference") if device == "cpu" else ("auto", *available)
+    default = ("auto",) if arguments.operators else default  # they have no other
     settings = Settings(
         cases=cases,
         minutes=arguments.minutes,
@@ -143,6 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
         device=device,
         largest=arguments.largest or _LARGEST[judge][device],
         judge=judge,
+        operators=arguments.operators,
     )
     return fuzz(settings, None if arguments.json is None else check_output(arguments.json, "--json", ".json"))
 
@@ -192,8 +201,10 @@ def _seeds(settings: Settings) -> Iterator[int]:
 
 
 def _judge_all(settings: Settings, workers: Workers, findings: Findings, count: Count) -> None:
-    draw: Callable[[int], Problem] = functools.partial(
-        random_layer if settings.judge == LAYERS else random_problem,
+    draw: Callable[..., Problem] = random_layer if settings.judge == LAYERS else random_problem
+    draw = functools.partial(draw, kinds=tuple(OPERATORS)) if settings.operators else draw
+    draw = functools.partial(
+        draw,
         dtypes=[_DTYPES[name] for name in settings.dtypes],
         largest=settings.largest,
     )

@@ -109,15 +109,18 @@ def multiplication(layer: TriangleMultiplication, z: Tensor, *, mask: Tensor | N
     a, b = (layer.linear_a_p(y) * layer.linear_a_g(y).sigmoid(), layer.linear_b_p(y) * layer.linear_b_g(y).sigmoid())
     if mask is not None:
         a, b = (x * mask[..., None].to(x.dtype) for x in (a, b))
+    norm = layer.layer_norm_out
+    if a.dtype == torch.float16:  # whose range the sums leave
+        a, b, norm = a.float(), b.float(), norm.float()
     t = torch.einsum("...ikd,...jkd->...ijd" if layer.outgoing else "...kid,...kjd->...ijd", a, b)
-    update: Tensor = layer.linear_z(layer.layer_norm_out(t)) * layer.linear_g(y).sigmoid()
+    update: Tensor = layer.linear_z(norm(t).to(y.dtype)) * layer.linear_g(y).sigmoid()
     return z + update if layer.residual else update
 
 
 def transition(layer: Transition, x: Tensor, *, mask: Tensor | None, weights: MaskedSoftmax) -> Tensor:
     y = layer.layer_norm(x)
     if layer.activation == "relu":
-        update: Tensor = layer.linear_2(_relu(layer.linear_1(y), weights))
+        update: Tensor = layer.linear_2(rectified(layer.linear_1(y), weights))
     else:
         a = layer.swiglu.linear_a(y)
         update = layer.linear_out(a * a.sigmoid() * layer.swiglu.linear_b(y))
@@ -125,7 +128,7 @@ def transition(layer: Transition, x: Tensor, *, mask: Tensor | None, weights: Ma
     return x + update if layer.residual else update
 
 
-def _relu(x: Tensor, weights: MaskedSoftmax) -> Tensor:
+def rectified(x: Tensor, weights: MaskedSoftmax) -> Tensor:
     """ReLU. A rough one takes a random side where rounding decides the sign: all of a gradient or nothing passes there."""
     if not weights.rough:
         return x.relu()

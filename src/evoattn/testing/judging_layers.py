@@ -18,8 +18,10 @@ from evoattn.dispatch.lookup import RefusalError
 from evoattn.nn import attention as layers
 from evoattn.testing.dense_layers import MaskedSoftmax
 from evoattn.testing.judging import Outcome, bits, poisoned, verdict
+from evoattn.testing.layer_kinds import KINDS
 from evoattn.testing.oracle import FLOOR, relative_error
-from evoattn.testing.random_layers import LAYERS, RandomLayer
+from evoattn.testing.random_layers import RandomLayer
+from evoattn.testing.surroundings import COMPILERS, COUNTERS, DTENSORS, INSTEAD, MODES, distribute, like, local
 
 _MULTIPLE = 3.0
 """The factor on the loss of dense torch in the compute dtype, as in tests/nn. In 2,000 layers on a CPU 999 of 1,000
@@ -78,6 +80,11 @@ def judge_layer(problem: RandomLayer, backend: str = "auto", device: torch.devic
 
 
 def _failures(problem: RandomLayer, backend: str, device: torch.device) -> list[tuple[str, str]]:
+    with INSTEAD[problem.around](device) if problem.around in INSTEAD else contextlib.nullcontext():
+        return _failures_inside(problem, backend, device)
+
+
+def _failures_inside(problem: RandomLayer, backend: str, device: torch.device) -> list[tuple[str, str]]:
     values, changed = _layer_values(problem, backend, device)
     compute = problem.compute_dtype
     double = _dense_values(problem, device, torch.float64, MaskedSoftmax())
@@ -127,21 +134,32 @@ def _layer_values(problem: RandomLayer, backend: str, device: torch.device) -> t
         do = do.where(_steady(problem, device), 0) if problem.in_place == "relu_" else do
         arguments = {**inputs, **dict(layer.named_parameters()), "mask": mask, "do": do}
         before = {name: bits(x) for name, x in arguments.items() if x is not None}
-
-        def call(*tensors: Tensor) -> Tensor:
-            return layer(**dict(zip(inputs, tensors, strict=True)), **problem.called, mask=mask)  # type: ignore[no-any-return]
-
-        with _cast(problem, device, problem.autocast is not None), _MODES[problem.mode]():
-            if problem.checkpoint:
-                result = checkpoint(call, *inputs.values(), use_reentrant=problem.checkpoint == "reentrant")
-            else:
-                result = call(*inputs.values())
-            out = _in_place(problem, result, factor)
-        if out.requires_grad:
-            with _cast(problem, device, problem.autocast is not None and problem.backward_under_autocast):
-                out.backward(do.to(out.dtype))
+        if problem.around == DTENSORS:
+            *tensors, mask = distribute(layer, [*inputs.values(), mask], device)
+            inputs = dict(zip(inputs, tensors, strict=True))
+        modes = MODES | COUNTERS
+        with modes[problem.around](device) if problem.around in modes else contextlib.nullcontext():
+            with _cast(problem, device, problem.autocast is not None), _MODES[problem.mode]():
+                out = _in_place(problem, _called(problem, layer, inputs, mask), factor)
+            if out.requires_grad:
+                with _cast(problem, device, problem.autocast is not None and problem.backward_under_autocast):
+                    out.backward(like(do.to(out.dtype), out))
     changed = [name for name, same in before.items() if not torch.equal(same, bits(arguments[name]))]  # type: ignore[arg-type]
     return _values(out, inputs, layer), changed
+
+
+def _called(problem: RandomLayer, layer: nn.Module, inputs: dict[str, Tensor], mask: Tensor | None) -> Tensor:
+    """The output of the layer."""
+
+    def call(*tensors: Tensor) -> Tensor:
+        return layer(**dict(zip(inputs, tensors, strict=True)), **problem.called, mask=mask)  # type: ignore[no-any-return]
+
+    if problem.checkpoint:
+        return checkpoint(call, *inputs.values(), use_reentrant=problem.checkpoint == "reentrant")  # type: ignore[no-any-return]
+    if problem.around in COMPILERS:
+        torch.compiler.reset()
+        return torch.compile(call, backend=COMPILERS[problem.around], fullgraph=True)(*inputs.values())  # type: ignore[no-any-return]
+    return call(*inputs.values())
 
 
 def _dense_values(problem: RandomLayer, device: torch.device, dtype: torch.dtype, weights: MaskedSoftmax) -> Values:
@@ -159,7 +177,7 @@ def _dense_values(problem: RandomLayer, device: torch.device, dtype: torch.dtype
 def _dense(
     problem: RandomLayer, device: torch.device, dtype: torch.dtype, weights: MaskedSoftmax
 ) -> tuple[nn.Module, dict[str, Tensor], Tensor]:
-    kind, layer, mask = LAYERS[problem.kind], problem.layer(device).to(dtype), problem.masks(device)
+    kind, layer, mask = KINDS[problem.kind], problem.layer(device).to(dtype), problem.masks(device)
     inputs = {name: x.detach().to(dtype).requires_grad_(x.requires_grad) for name, x in problem.inputs(device).items()}
     swallowed = problem.options.get("inf", 0.0) >= _SWALLOWS[problem.compute_dtype]
     native = problem.options.get("empty_rows") == "native"
@@ -177,12 +195,16 @@ def _steady(problem: RandomLayer, device: torch.device) -> Tensor:
 def _in_place(problem: RandomLayer, out: Tensor, factor: Tensor) -> Tensor:
     if problem.in_place == "mul_":
         out *= factor
+    if problem.in_place == "add_":
+        out += factor
+    if problem.in_place == "part":
+        out[..., ::2] *= factor
     return out.relu_() if problem.in_place == "relu_" else out
 
 
 def _values(out: Tensor, inputs: dict[str, Tensor], layer: nn.Module) -> Values:
-    values: Values = {"o": out.detach()}
-    return values | {f"d{name}": x.grad for name, x in (*inputs.items(), *layer.named_parameters())}
+    values: Values = {"o": local(out.detach())}
+    return values | {f"d{name}": local(x.grad) for name, x in (*inputs.items(), *layer.named_parameters())}
 
 
 def _cast(problem: RandomLayer, device: torch.device, on: bool) -> contextlib.AbstractContextManager[object]:

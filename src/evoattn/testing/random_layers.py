@@ -6,101 +6,21 @@ import dataclasses
 import math
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from evoattn import nn as modules
 from evoattn.core.problem import dtype_name
-from evoattn.testing import dense_layers as dense
+from evoattn.testing import surroundings
 from evoattn.testing.changes import HOOKS, IN_PLACE, INSTEAD, change
 from evoattn.testing.drawing import bell, with_strides
+from evoattn.testing.layer_kinds import KINDS, LAYERS, OPERATORS
 from evoattn.testing.random_problems import DTYPES, Draw
 
-
-@dataclasses.dataclass(frozen=True)
-class LayerKind:
-    """A layer that is drawn: how it is made, what it takes, and the same in dense torch.
-
-    Sizes have letters: l residues, n sequences, templates or samples, k keys, c channels of the input that is updated, p and s
-    channels of the second and the third, d channels of a head, h heads. * stands for the batch axes.
-
-    Args:
-        layer: its class.
-        sizes: its positional arguments, as letters.
-        inputs: axes of the tensors that it takes, by name; first the one that it updates.
-        mask: axes of its mask.
-        dense: the layer, its inputs by name, `mask` and `weights` -> the output (`dense_layers`).
-        options: keyword arguments of the class, each with the values that are drawn.
-        called: the same of the call.
-    """
-
-    layer: Callable[..., nn.Module]
-    sizes: str
-    inputs: dict[str, str]
-    mask: str
-    dense: Callable[..., Tensor]
-    options: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    called: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-
-
-_BOTH = (False, True)
-_USUAL = {"residual": _BOTH, "out_bias": _BOTH, "empty_rows": ("mean", "native"), "inf": (1e9, 1e9, 1e9, 1e6)}
-_GATED = {**_USUAL, "gate_bias": _BOTH}
-_SINGLE = {**_GATED, "q_bias": _BOTH}
-
-LAYERS: dict[str, LayerKind] = {
-    "triangle": LayerKind(
-        modules.TriangleAttention,
-        "cdh",
-        {"z": "*llc"},
-        "*ll",
-        dense.triangle,
-        {"starting": _BOTH, "dropout": (0.0, 0.25), **_GATED},
-        {"transpose_bias": _BOTH},
-    ),
-    "multiplication": LayerKind(
-        modules.TriangleMultiplication,
-        "cd",
-        {"z": "*llc"},
-        "*ll",
-        dense.multiplication,
-        {"outgoing": _BOTH, "dropout": (0.0, 0.25), "residual": _BOTH, "bias": _BOTH},
-    ),
-    "transition": LayerKind(
-        modules.Transition,
-        "c",
-        {"x": "*nlc"},
-        "*nl",
-        dense.transition,
-        {"n": (1, 2, 4), "activation": ("swiglu", "relu"), "residual": _BOTH, "bias": _BOTH},
-    ),
-    "rows": LayerKind(
-        modules.MSARowAttentionWithPairBias,
-        "cpdh",
-        {"m": "*nlc", "z": "*llp"},
-        "*nl",
-        dense.rows,
-        {"dropout": (0.0, 0.25), **_GATED},
-    ),
-    "columns": LayerKind(modules.MSAColumnAttention, "cdh", {"m": "*nlc"}, "*nl", dense.columns, _GATED),
-    "global columns": LayerKind(modules.MSAColumnGlobalAttention, "cdh", {"m": "*nlc"}, "*nl", dense.global_columns, _GATED),
-    "templates": LayerKind(
-        modules.TemplatePointwiseAttention, "pcdh", {"z": "*llc", "t": "*nllp"}, "*n", dense.templates, _USUAL
-    ),
-    "single": LayerKind(
-        modules.AttentionPairBias, "cpdh", {"a": "*lc", "z": "*llp"}, "*l", dense.pair_biased, {"norm": _BOTH, **_SINGLE}
-    ),
-    "cross": LayerKind(
-        modules.AttentionPairBias, "cpdh", {"a": "*lc", "z": "*lkp", "keys": "*kc"}, "*k", dense.pair_biased, _SINGLE
-    ),
-    "diffusion": LayerKind(
-        modules.AttentionPairBias, "cpdhs", {"a": "*nlc", "z": "*1llp", "s": "*nls"}, "*nl", dense.pair_biased, _SINGLE
-    ),
-}
-"""A new layer is one entry here, and its function in `dense_layers`."""
+_LARGE_PRODUCTS = ("linear_a_p.weight", "linear_b_p.weight", "p_in_weight")
+"""Weights whose size decides that of the product of a triangle multiplication, which a norm follows."""
 
 _LEADS: dict[tuple[int, ...], int] = {(1,): 50, (): 15, (2,): 20, (2, 3): 10, (1, 2): 5}
 _LENGTHS = {1: 5, 2: 5, 3: 5, 7: 5, 15: 10, 16: 10, 17: 15, 24: 10, 31: 5, 33: 10, 40: 10, 65: 4, 128: 4, 200: 2}
@@ -117,7 +37,7 @@ class RandomLayer:
     Args:
         seed: of the numbers.
         dtypes, largest: as `random_layer` took them.
-        kind: which of `LAYERS`.
+        kind: which of `KINDS`.
         lead: batch axes.
         sizes: by letter.
         options, called: of the class and of the call.
@@ -140,6 +60,9 @@ class RandomLayer:
         in_place: how the output is changed in place, or "".
         cotangent: of the output: random, one number expanded, or with swapped axes in memory.
         backward_under_autocast: whether the backward runs under autocast too.
+        around: what is on around the call: one of `surroundings`, or "".
+        mask_expanded: whether axes of size 1 of the mask are expanded, with stride 0.
+        gain: factor on `_LARGE_PRODUCTS`.
     """
 
     seed: int
@@ -169,6 +92,9 @@ class RandomLayer:
     in_place: str
     cotangent: str
     backward_under_autocast: bool
+    around: str = ""
+    mask_expanded: bool = False
+    gain: float = 1.0
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -187,7 +113,8 @@ class RandomLayer:
         """A command that judges the layer again."""
         dtypes = "" if self.dtypes == DTYPES else " --dtypes " + " ".join(dtype_name(x) for x in self.dtypes)
         drawn = f"--seed {self.seed} --cases 1 --largest {self.largest}{dtypes}"
-        return f"evoattn fuzz --layers {drawn} --backends {backend} --device {device}"
+        what = "operators" if self.kind in OPERATORS else "layers"
+        return f"evoattn fuzz --{what} {drawn} --backends {backend} --device {device}"
 
     def shape(self, axes: str) -> tuple[int, ...]:
         """The shape that letters stand for."""
@@ -195,11 +122,12 @@ class RandomLayer:
 
     def layer(self, device: torch.device | str = "cpu") -> nn.Module:
         """The layer. Equal calls give equal parameters."""
-        kind, rng = LAYERS[self.kind], torch.Generator().manual_seed(self.seed)
+        kind, rng = KINDS[self.kind], torch.Generator().manual_seed(self.seed)
         module = kind.layer(*(self.sizes[letter] for letter in kind.sizes), **self.options)
         for name, x in module.named_parameters():
             noise = bell(rng, *x.shape)
             x.data = 0.3 * noise + name.endswith("weight") if x.ndim == 1 else noise / x.shape[-1] ** 0.5
+            x.data *= self.gain if name in _LARGE_PRODUCTS else 1
             x.requires_grad_(name not in self.frozen)
         module.to(self.parameter_dtype).train(self.training)
         if self.change:
@@ -213,7 +141,7 @@ class RandomLayer:
         """The tensors that the layer takes, by name; those in `needs` are leaves with a gradient."""
         rng = torch.Generator().manual_seed(self.seed + 1)
         tensors = {}
-        for name, axes in LAYERS[self.kind].inputs.items():
+        for name, axes in KINDS[self.kind].inputs.items():
             x = (self.scale * bell(rng, *self.shape(axes))).to(self.dtype).to(device)
             kind = "transposed" if self.strides == "swapped" else self.strides
             tensors[name] = with_strides(x, kind).requires_grad_(name in self.needs)
@@ -223,8 +151,8 @@ class RandomLayer:
         """The mask, or None."""
         if self.mask is None:
             return None
-        shape = self.shape(LAYERS[self.kind].mask)
-        shape = tuple(1 if axis - len(shape) in self.mask_ones else size for axis, size in enumerate(shape))
+        whole = self.shape(KINDS[self.kind].mask)
+        shape = tuple(1 if axis - len(whole) in self.mask_ones else size for axis, size in enumerate(whole))
         kept = bell(torch.Generator().manual_seed(self.seed + 2), *shape) > -0.5
         if self.mask == "padding":
             kept[...] = torch.arange(shape[-1]) < (shape[-1] + 1) // 2
@@ -234,12 +162,13 @@ class RandomLayer:
             kept[..., ::3] = False
         elif self.mask == "nothing":
             kept[...] = False
-        return kept.to(self.mask_dtype).to(device)
+        mask = kept.to(self.mask_dtype).to(device)
+        return mask.expand(whole) if self.mask_expanded else mask
 
     def cotangents(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """The cotangent of the output, and the mask `[*, 1]` that "mul_" multiplies the output by in place."""
+        """The cotangent of the output, and the factor `[*, 1]` that "mul_" multiplies the output by in place."""
         rng = torch.Generator().manual_seed(self.seed + 3)
-        shape = self.shape(next(iter(LAYERS[self.kind].inputs.values())))
+        shape = self.shape(next(iter(KINDS[self.kind].inputs.values())))
         factor = (bell(rng, *shape[:-1], 1) > -0.5).float().to(device)
         if self.cotangent == "expanded":
             return bell(rng, 1).to(self.out_dtype).to(device).expand(shape), factor
@@ -247,17 +176,24 @@ class RandomLayer:
         return with_strides(do, "transposed" if self.cotangent == "swapped" else "", (-1, -2)), factor
 
 
-def random_layer(seed: int, *, dtypes: Sequence[torch.dtype] = DTYPES, largest: int = 1 << 15) -> RandomLayer:
+def random_layer(
+    seed: int,
+    *,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    largest: int = 1 << 15,
+    kinds: Sequence[str] = tuple(LAYERS),
+) -> RandomLayer:
     """A random layer. The same arguments always give the same layer.
 
     Args:
         seed: of the description and of the numbers.
         dtypes: of inputs and parameters, to draw from.
         largest: the most scores, over all batches, rows and heads.
+        kinds: of `KINDS`, to draw from.
     """
     draw = Draw(random.Random(seed))
-    name = draw.one(tuple(LAYERS))
-    kind = LAYERS[name]
+    name = draw.one(kinds)
+    kind = KINDS[name]
     lead, sizes = _sizes(draw, largest)
     options, called = ({key: draw.one(values) for key, values in drawn.items()} for drawn in (kind.options, kind.called))
     dtype = draw.one(dtypes)
@@ -267,7 +203,7 @@ def random_layer(seed: int, *, dtypes: Sequence[torch.dtype] = DTYPES, largest: 
         module = kind.layer(*(sizes[letter] for letter in kind.sizes), **options)
     norms = sum(type(x) is nn.LayerNorm for x in module.modules())  # without them scores get too large for low precision
     frozen = draw.weighted({0.0: 60, 0.4: 30, 1.0: 10})
-    path, how = _change(draw, module) if draw.chance(0.4) else ("", "")
+    path, how = _change(draw, module) if draw.chance(0.4) and norms else ("", "")
     if path:  # torch itself refuses some mixtures, and a module that is called may round to 16 bits of another kind
         if parameter_dtype != dtype:
             parameter_dtype = dtype if "norm" in path or not autocast else torch.float32
@@ -277,7 +213,7 @@ def random_layer(seed: int, *, dtypes: Sequence[torch.dtype] = DTYPES, largest: 
     checkpoints = {"": 70, "plain": 20}
     if not in_place and needs == tuple(kind.inputs):  # it needs an input with a gradient, and returns what nobody may change
         checkpoints["reentrant"] = 10
-    return RandomLayer(
+    layer = RandomLayer(
         seed=seed,
         dtypes=tuple(dtypes),
         largest=largest,
@@ -306,6 +242,40 @@ def random_layer(seed: int, *, dtypes: Sequence[torch.dtype] = DTYPES, largest: 
         cotangent=draw.weighted({"random": 70, "expanded": 15, "swapped": 15}),
         backward_under_autocast=draw.chance(0.2),
     )
+    return dataclasses.replace(layer, **_later(draw, layer))
+
+
+def _later(draw: Draw, layer: RandomLayer) -> dict[str, Any]:
+    """Draw the words that came last, so that no other draw depends on them."""
+    changes = {"": 84, "add_": 8, "part": 8} if layer.change != "backward hook" and layer.checkpoint != "reentrant" else {"": 1}
+    in_place = layer.in_place or draw.weighted(changes)
+    around = draw.weighted(_surroundings(layer, in_place))
+    calls_modules = layer.change or around in (*surroundings.INSTEAD, *surroundings.COUNTERS, *surroundings.COMPILERS)
+    narrow = calls_modules and layer.parameter_dtype == torch.float16 and not layer.autocast  # a norm of float16 takes float16
+    is_large = "multiplication" in layer.kind and draw.chance(0.25) and not narrow
+    return {
+        "in_place": in_place,
+        "around": around,
+        "mask_expanded": draw.chance(0.15),
+        "gain": 300.0 if is_large else 1.0,
+    }
+
+
+def _surroundings(layer: RandomLayer, in_place: str) -> dict[str, int]:
+    """Surroundings that fit a layer, with weights. Sub-modules that are called take no mixtures of dtypes."""
+    around = {"": 700, **dict.fromkeys(surroundings.MODES, 30)}
+    mixed = layer.dtype != layer.parameter_dtype or (layer.dtype.itemsize == 2 and layer.autocast not in (None, layer.dtype))
+    if layer.kind in LAYERS and not mixed:
+        around |= dict.fromkeys(surroundings.INSTEAD, 30)
+        if layer.mode != "inference":  # whose tensors it does not take
+            around |= dict.fromkeys(surroundings.COUNTERS, 30)
+    if layer.change or layer.checkpoint:
+        return around
+    if layer.kind in OPERATORS or not mixed:
+        around |= dict.fromkeys(surroundings.COMPILERS, 20)
+    if KINDS[layer.kind].takes_dtensors and not in_place:
+        around[surroundings.DTENSORS] = 150
+    return around
 
 
 def _sizes(draw: Draw, largest: int) -> tuple[tuple[int, ...], dict[str, int]]:

@@ -1,0 +1,106 @@
+"""Surroundings of a call: modes of torch, functions put in the place of torch's, DTensors, torch.compile."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+Surrounding = Callable[[torch.device], contextlib.AbstractContextManager[Any]]
+"""Makes a context for tensors of a device."""
+
+
+class _Functions(TorchFunctionMode):
+    """Sees every function of torch, and calls it."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class _Operators(TorchDispatchMode):
+    """Sees every operator, and calls it."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+MODES: dict[str, Surrounding] = {
+    "torch.device": lambda device: device,
+    "function mode": lambda _: _Functions(),
+    "dispatch mode": lambda _: _Operators(),  # type: ignore[no-untyped-call]
+}
+"""Modes that change no number."""
+
+COUNTERS: dict[str, Surrounding] = {"flop counter": lambda _: FlopCounterMode(display=False)}
+"""Modes that look at every module, so that layers call their sub-modules."""
+
+
+def _in_place_of(owner: Any, name: str, function: Callable[..., Any]) -> Surrounding:
+    return lambda _: mock.patch.object(owner, name, function)
+
+
+_forward, _norm, _linear, _call = nn.Linear.forward, nn.LayerNorm.forward, F.linear, nn.Module.__call__
+
+
+@functools.wraps(_forward)
+def _wrapped_forward(self: nn.Linear, x: Tensor) -> Tensor:
+    return 0.5 * _forward(self, x)
+
+
+@functools.wraps(_linear)
+def _halved_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return 0.5 * _linear(x, weight, bias)
+
+
+def _halved_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    out = _call(self, *args, **kwargs)
+    return 0.5 * out if isinstance(self, nn.Linear) else out
+
+
+INSTEAD: dict[str, Surrounding] = {
+    "Linear.forward": _in_place_of(nn.Linear, "forward", lambda self, x: 0.5 * _forward(self, x)),
+    "Linear.forward, wrapped": _in_place_of(nn.Linear, "forward", _wrapped_forward),
+    "LayerNorm.forward": _in_place_of(nn.LayerNorm, "forward", lambda self, x: 2 * _norm(self, x)),
+    "Module.__call__": _in_place_of(nn.Module, "__call__", _halved_call),
+    "F.linear": _in_place_of(F, "linear", _halved_linear),
+}
+"""Functions that a program puts in the place of torch's, as profilers and fake quantisation do. They change numbers."""
+
+COMPILERS = {"compiled": "eager", "compiled by AOTAutograd": "aot_eager"}
+"""Backends of torch.compile that generate no code."""
+
+DTENSORS = "DTensors"
+"""All tensors of the call, and the parameters, are DTensors of one process."""
+
+
+def distribute(layer: nn.Module, tensors: list[Any], device: torch.device) -> list[Any]:
+    """Make parameters DTensors of one process, and return the tensors as such. Those with a gradient are leaves again."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_module, distribute_tensor
+
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    mesh = init_device_mesh(device.type, (1,))
+    distribute_module(layer, mesh)
+    return [x if x is None else distribute_tensor(x.detach(), mesh).requires_grad_(x.requires_grad) for x in tensors]
+
+
+def like(x: Tensor, other: Tensor) -> Tensor:
+    """The tensor, as a DTensor if another one is."""
+    return type(other).from_local(x, other.device_mesh, other.placements) if hasattr(other, "placements") else x  # type: ignore[attr-defined]
+
+
+def local(x: Tensor | None) -> Tensor | None:
+    """The part of a DTensor that this process holds; any other tensor as it is."""
+    return x if x is None or not hasattr(x, "to_local") else x.to_local()

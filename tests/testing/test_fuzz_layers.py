@@ -19,8 +19,9 @@ from evoattn.nn import project
 from evoattn.testing import Outcome
 from evoattn.testing.fuzz import Findings, Trial
 from evoattn.testing.judging_layers import judge_layer
-from evoattn.testing.layer_kinds import LAYERS, OPERATORS
+from evoattn.testing.layer_kinds import KINDS, LAYERS, OPERATORS
 from evoattn.testing.random_layers import RandomLayer, random_layer
+from evoattn.testing.random_operators import Call
 from evoattn.testing.random_problems import DTYPES
 from evoattn.testing.surroundings import COMPILERS, COUNTERS, DTENSORS, INSTEAD, MODES
 
@@ -62,6 +63,8 @@ def test_every_kind_is_drawn() -> None:
         "around": {"", *MODES, *COUNTERS, *INSTEAD, *COMPILERS, DTENSORS},
         "mask_expanded": {False, True},
         "gain": {1.0, 300.0},
+        "overwrites": {False, True},
+        "mask_factor": {False, True},
     }
     for name, expected in values.items():
         assert {getattr(layer, name) for layer in DRAWN} == expected, name
@@ -97,6 +100,7 @@ def failures(change: Callable[[RandomLayer], RandomLayer] = lambda layer: layer)
         **dict.fromkeys(("dtype", "parameter_dtype"), torch.float32),
         **dict.fromkeys(("path", "change", "checkpoint", "in_place", "around"), ""),
         **dict.fromkeys(("autocast", "mask")),
+        **dict.fromkeys(("overwrites", "mask_factor"), False),
         "options": {**layer.options, "residual": False},
         "frozen": (),
         "needs": ("z",),
@@ -158,6 +162,22 @@ def test_a_layer_holds_in_its_surroundings(around: str) -> None:
 @pytest.mark.xfail(reason="layers go on with the weights", strict=True)
 def test_functions_put_in_place_are_called(around: str) -> None:
     assert failures(lambda layer: dataclasses.replace(layer, around=around)) == set()
+
+
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.overwrites])
+def test_a_result_written_over_its_input_holds(kind: str) -> None:
+    drawn = [layer for seed in range(1000) if (layer := random_layer(seed, kinds=(kind,), largest=SMALL)).overwrites]
+    failed = {layer.seed: outcome.what for layer in drawn[:5] if (outcome := judge_layer(layer)).status != "held"}
+    assert len(drawn) >= 5 and not failed
+
+
+def test_a_mask_without_its_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {"kinds": ("pair.transition",), "largest": SMALL}
+    call = next(call for seed in range(999) if (call := random_layer(seed, **words)).mask_factor and not call.around)  # type: ignore[arg-type]
+    assert judge_layer(call).status == "held"
+    right = Call.forward
+    monkeypatch.setattr(Call, "forward", lambda self, *, mask, **x: right(self, mask=mask.detach(), **x))
+    assert judge_layer(call).kinds == ("gradient dmask",)
 
 
 @pytest.mark.parametrize("in_place", ["mul_", "relu_", "add_", "part"])

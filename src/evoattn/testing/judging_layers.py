@@ -109,7 +109,7 @@ def _wrong(problem: RandomLayer, results: Values, double: Values, plain: list[Va
         if value.shape != right.shape:
             failures.append((f"shape of {name}", f"{tuple(value.shape)}, expected {tuple(right.shape)}"))
             continue
-        if bool((right.isfinite() & rough[0].isfinite() & ~value.isfinite()).any()):
+        if bool((right.to(value.dtype).isfinite() & rough[0].isfinite() & ~value.isfinite()).any()):
             failures.append((f"not finite: {name}", ""))
         lost = max(relative_error(x.to(value.dtype), right) for x in rough)
         floor = max(FLOOR[problem.compute_dtype], FLOOR[value.dtype])
@@ -141,18 +141,22 @@ def _layer_values(problem: RandomLayer, backend: str, device: torch.device) -> t
         with modes[problem.around](device) if problem.around in modes else contextlib.nullcontext():
             with _cast(problem, device, problem.autocast is not None), _MODES[problem.mode]():
                 out = _in_place(problem, _called(problem, layer, inputs, mask), factor)
-            if out.requires_grad:
+            if out.requires_grad and problem.mode == "grad":  # not a leaf that was overwritten
                 with _cast(problem, device, problem.autocast is not None and problem.backward_under_autocast):
                     out.backward(like(do.to(out.dtype), out))
+    if problem.overwrites:
+        del before[next(iter(inputs))]
     changed = [name for name, same in before.items() if not torch.equal(same, bits(arguments[name]))]  # type: ignore[arg-type]
-    return _values(out, inputs, layer), changed
+    return _values(out, {**inputs, "mask": mask}, layer), changed
 
 
 def _called(problem: RandomLayer, layer: nn.Module, inputs: dict[str, Tensor], mask: Tensor | None) -> Tensor:
     """The output of the layer."""
+    name = KINDS[problem.kind].overwrites if problem.overwrites else ""
 
     def call(*tensors: Tensor) -> Tensor:
-        return layer(**dict(zip(inputs, tensors, strict=True)), **problem.called, mask=mask)  # type: ignore[no-any-return]
+        more = {name: tensors[0] if name == "out" else True} if name else {}
+        return layer(**dict(zip(inputs, tensors, strict=True)), **problem.called, **more, mask=mask)  # type: ignore[no-any-return]
 
     if problem.checkpoint:
         return checkpoint(call, *inputs.values(), use_reentrant=problem.checkpoint == "reentrant")  # type: ignore[no-any-return]
@@ -167,23 +171,26 @@ def _dense_values(problem: RandomLayer, device: torch.device, dtype: torch.dtype
     do, factor = problem.cotangents(device)
     do = do.where(_steady(problem, device), 0) if problem.in_place == "relu_" else do
     with _MODES[problem.mode]():
-        layer, inputs, result = _dense(problem, device, dtype, weights)
+        layer, leaves, result = _dense(problem, device, dtype, weights)
         out = _in_place(problem, result, factor.to(dtype))
     if out.requires_grad:
         out.backward(do.to(out.dtype))
-    return _values(out, inputs, layer)
+    return _values(out, leaves, layer)
 
 
 def _dense(
     problem: RandomLayer, device: torch.device, dtype: torch.dtype, weights: MaskedSoftmax
-) -> tuple[nn.Module, dict[str, Tensor], Tensor]:
+) -> tuple[nn.Module, dict[str, Tensor | None], Tensor]:
     kind, layer, mask = KINDS[problem.kind], problem.layer(device).to(dtype), problem.masks(device)
     inputs = {name: x.detach().to(dtype).requires_grad_(x.requires_grad) for name, x in problem.inputs(device).items()}
     swallowed = problem.options.get("inf", 0.0) >= _SWALLOWS[problem.compute_dtype]
     native = problem.options.get("empty_rows") == "native"
     weights = dataclasses.replace(weights, empty="native" if native else "mean" if swallowed else "scores")
-    mask = None if mask is None else mask.expand(problem.shape(kind.mask))
-    return layer, inputs, kind.dense(layer, **inputs, **problem.called, mask=mask, weights=weights)
+    if mask is not None and mask.requires_grad:
+        mask = mask.detach().to(dtype).requires_grad_()
+    whole = None if mask is None else mask.expand(problem.shape(kind.mask))
+    out = kind.dense(layer, **inputs, **problem.called, mask=whole, weights=weights)
+    return layer, {**inputs, "mask": mask}, out
 
 
 def _steady(problem: RandomLayer, device: torch.device) -> Tensor:
@@ -202,9 +209,10 @@ def _in_place(problem: RandomLayer, out: Tensor, factor: Tensor) -> Tensor:
     return out.relu_() if problem.in_place == "relu_" else out
 
 
-def _values(out: Tensor, inputs: dict[str, Tensor], layer: nn.Module) -> Values:
+def _values(out: Tensor, leaves: dict[str, Tensor | None], layer: nn.Module) -> Values:
     values: Values = {"o": local(out.detach())}
-    return values | {f"d{name}": local(x.grad) for name, x in (*inputs.items(), *layer.named_parameters())}
+    named = (*leaves.items(), *layer.named_parameters())
+    return values | {f"d{name}": None if x is None else local(x.grad) for name, x in named}
 
 
 def _cast(problem: RandomLayer, device: torch.device, on: bool) -> contextlib.AbstractContextManager[object]:

@@ -29,6 +29,8 @@ class LayerKind:
         options: keyword arguments of the class, each with the values that are drawn.
         called: the same of the call.
         takes_dtensors: whether its inputs, mask and parameters may be DTensors.
+        overwrites: the argument by which the result is written over the first input, or "".
+        mask_is_factor: whether a float mask is a factor, which has a gradient.
     """
 
     layer: Callable[..., nn.Module]
@@ -39,6 +41,8 @@ class LayerKind:
     options: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     called: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     takes_dtensors: bool = False
+    overwrites: str = ""
+    mask_is_factor: bool = False
 
 
 _BOTH = (False, True)
@@ -56,6 +60,7 @@ LAYERS: dict[str, LayerKind] = {
         {"starting": _BOTH, "dropout": (0.0, 0.25), **_GATED},
         {"transpose_bias": _BOTH},
         takes_dtensors=True,
+        overwrites="in_place",
     ),
     "multiplication": LayerKind(
         modules.TriangleMultiplication,
@@ -65,6 +70,8 @@ LAYERS: dict[str, LayerKind] = {
         dense.multiplication,
         {"outgoing": _BOTH, "dropout": (0.0, 0.25), "residual": _BOTH, "bias": _BOTH},
         takes_dtensors=True,
+        overwrites="in_place",
+        mask_is_factor=True,
     ),
     "transition": LayerKind(
         modules.Transition,
@@ -74,6 +81,8 @@ LAYERS: dict[str, LayerKind] = {
         dense.transition,
         {"n": (1, 2, 4), "activation": ("swiglu", "relu"), "residual": _BOTH, "bias": _BOTH},
         takes_dtensors=True,
+        overwrites="in_place",
+        mask_is_factor=True,
     ),
     "rows": LayerKind(
         modules.MSARowAttentionWithPairBias,
@@ -122,6 +131,8 @@ OPERATORS: dict[str, LayerKind] = {
         "*ll",
         operators.dense_multiplication,
         {"direction": ("outgoing", "incoming"), **_CALLED},
+        overwrites="out",
+        mask_is_factor=True,
     ),
     "pair.transition": LayerKind(
         operators.transition,
@@ -130,6 +141,8 @@ OPERATORS: dict[str, LayerKind] = {
         "*nl",
         operators.dense_transition,
         {"activation": ("swiglu", "relu"), **_CALLED},
+        overwrites="out",
+        mask_is_factor=True,
     ),
 }
 """The operators of `evoattn.pair`, each a layer whose parameters are the call's weights."""

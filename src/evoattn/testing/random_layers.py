@@ -63,6 +63,8 @@ class RandomLayer:
         around: what is on around the call: one of `surroundings`, or "".
         mask_expanded: whether axes of size 1 of the mask are expanded, with stride 0.
         gain: factor on `_LARGE_PRODUCTS`.
+        overwrites: whether the result is written over the first input.
+        mask_factor: whether the mask has any numbers in place of ones, and a gradient.
     """
 
     seed: int
@@ -95,6 +97,8 @@ class RandomLayer:
     around: str = ""
     mask_expanded: bool = False
     gain: float = 1.0
+    overwrites: bool = False
+    mask_factor: bool = False
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -163,7 +167,10 @@ class RandomLayer:
         elif self.mask == "nothing":
             kept[...] = False
         mask = kept.to(self.mask_dtype).to(device)
-        return mask.expand(whole) if self.mask_expanded else mask
+        if self.mask_factor:
+            mask *= bell(torch.Generator().manual_seed(self.seed + 4), *shape).to(mask)
+        mask = mask.expand(whole) if self.mask_expanded else mask
+        return mask.requires_grad_(self.mask_factor)
 
     def cotangents(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """The cotangent of the output, and the factor `[*, 1]` that "mul_" multiplies the output by in place."""
@@ -252,12 +259,20 @@ def _later(draw: Draw, layer: RandomLayer) -> dict[str, Any]:
     around = draw.weighted(_surroundings(layer, in_place))
     calls_modules = layer.change or around in (*surroundings.INSTEAD, *surroundings.COUNTERS, *surroundings.COMPILERS)
     narrow = calls_modules and layer.parameter_dtype == torch.float16 and not layer.autocast  # a norm of float16 takes float16
+    kind, residual = KINDS[layer.kind], layer.options["residual"]
+    may_overwrite = kind.overwrites and layer.mode != "grad" and layer.out_dtype == layer.dtype and not layer.checkpoint
+    may_overwrite = may_overwrite and (residual or kind.overwrites == "out") and around != surroundings.DTENSORS
+    is_factor = kind.mask_is_factor and layer.mask is not None and layer.mask_dtype.is_floating_point and layer.mode == "grad"
+    # A norm takes away a factor of a whole row, and 16 bits leave no digit of its gradient, which is almost 0.
+    is_factor = is_factor and not layer.mask_ones and layer.sizes["l"] > 2 and layer.compute_dtype.itemsize > 2
     is_large = "multiplication" in layer.kind and draw.chance(0.25) and not narrow
     return {
         "in_place": in_place,
         "around": around,
         "mask_expanded": draw.chance(0.15),
         "gain": 300.0 if is_large else 1.0,
+        "overwrites": draw.chance(0.7) and bool(may_overwrite),
+        "mask_factor": draw.chance(0.2) and is_factor and layer.checkpoint != "reentrant",
     }
 
 

@@ -28,9 +28,9 @@ class Call(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
-    def forward(self, *, mask: Tensor | None, **tensors: Tensor) -> Tensor:
+    def forward(self, *, mask: Tensor | None, out: Tensor | None = None, **tensors: Tensor) -> Tensor:
         (x,) = tensors.values()
-        return self.operator(x, mask, **dict(self.named_parameters()), **self.options)
+        return self.operator(x, mask, **dict(self.named_parameters()), **self.options, out=out)
 
     def product(self, x: Tensor, name: str) -> Tensor:
         """A product with the weight of a name, and its bias."""

@@ -73,6 +73,6 @@ def test_as_a_module() -> None:
     """In a fresh process: a refusal without a traceback; no plotting library is imported by the command line alone."""
     refused = subprocess.run([sys.executable, "-m", "evoattn", "demo", "."], capture_output=True, text=True, check=False)
     assert refused.returncode == 2
-    assert refused.stderr == "evoattn demo: error: '.': is a directory; expected an A3M or aligned FASTA file\n"
+    assert refused.stderr == "evoattn demo: error: '.': is a directory; expected an A3M, aligned FASTA or Stockholm file\n"
     code = "import sys, evoattn.cli; sys.exit(any(name in sys.modules for name in ('rich', 'matplotlib', 'triton')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from evoattn.clients.site import Client, Site
-from evoattn.nn.own_code import is_from
+from evoattn.core.own_code import is_from
 
 SOURCES = pathlib.Path(__file__).with_name("sources.json")
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from evoattn.core.own_code import called, methods, replaced_function
 from evoattn.nn.known import LAYERS
 from evoattn.nn.known_blocks import BLOCKS
 from evoattn.nn.known_calls import ClientsOwn, UnknownArgument
-from evoattn.nn.own_code import called, methods, replaced_function
 from evoattn.nn.submodules import has_global_hooks, has_hooks
 
 _ENTRIES = {"forward", "__call__", "_call_impl"}

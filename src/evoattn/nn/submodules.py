@@ -23,7 +23,7 @@ from torch.nn.modules import module as torch_modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from evoattn.nn.own_code import is_from, torchs
+from evoattn.core.own_code import is_from, torchs
 
 _LINEARS = frozenset(
     (
@@ -156,7 +156,7 @@ def _is_ordinary(weight: Any) -> bool:
 
 
 def _has_function_modes() -> bool:
-    """Return whether a mode sees each call of a function of torch, such as `F.linear`. That of a default device changes none."""
+    """Return whether a mode sees each call of a function of torch, such as `F.linear`, but for that of a default device."""
     if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
         return False
     return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())

@@ -279,6 +279,8 @@ def _later(draw: Draw, layer: RandomLayer) -> dict[str, Any]:
 def _surroundings(layer: RandomLayer, in_place: str) -> dict[str, int]:
     """Surroundings that fit a layer, with weights. Sub-modules that are called take no mixtures of dtypes."""
     around = {"": 700, **dict.fromkeys(surroundings.MODES, 30)}
+    if layer.checkpoint == "plain":  # which runs the forward again without the mode, and so in another way
+        del around["function mode"]
     mixed = layer.dtype != layer.parameter_dtype or (layer.dtype.itemsize == 2 and layer.autocast not in (None, layer.dtype))
     if layer.kind in LAYERS and not mixed:
         around |= dict.fromkeys(surroundings.INSTEAD, 30)

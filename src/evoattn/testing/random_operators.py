@@ -26,7 +26,7 @@ class Call(nn.Module):
         super().__init__()
         self.operator, self.options = operator, options
         for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=torch.float32)))
 
     def forward(self, *, mask: Tensor | None, out: Tensor | None = None, **tensors: Tensor) -> Tensor:
         (x,) = tensors.values()

@@ -51,15 +51,29 @@ def side(length: int) -> int:
 def _multiply(a: Tensor, b: Tensor, *, outgoing: bool) -> Tensor:
     """t[i,j] = sum over k of a[i,k] b[j,k] (outgoing) or a[k,i] b[k,j]. In float32 for float16, which cannot hold the sums."""
     a, b = (a, b.mT) if outgoing else (a.mT, b)
-    if a.dtype != torch.float16:
-        return torch.bmm(a, b)
+    return _widened(a, b) if a.dtype == torch.float16 else torch.bmm(a, b)
+
+
+def _widened(a: Tensor, b: Tensor) -> Tensor:
+    """The product of 16-bit matrices in float32."""
     has_kernel = a.is_cuda and _BMM_WIDENS
     return torch.bmm(a, b, out_dtype=torch.float32) if has_kernel else torch.bmm(a.float(), b.float())
 
 
 def _multiply_backward(dt: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, *, outgoing: bool) -> None:
-    """Write the gradients of a and b."""
-    if outgoing:
+    """Write the gradients of a and b.
+
+    dt is float32 for float16 halves, as t is: where t leaves the range of float16, dt has fewer digits there, or none. So each
+    matrix is multiplied by a power of two that brings its largest entry to 2^14, and the products are divided by it.
+    """
+    if dt.dtype != a.dtype:
+        largest = dt.abs().amax((-2, -1), keepdim=True).clamp(min=2.0**-100)
+        scale = torch.exp2(14 - largest.log2().ceil())
+        dt = (dt * scale).to(a.dtype)
+        pairs = ((dt, b), (dt.mT, a)) if outgoing else ((b, dt.mT), (a, dt))
+        for out, pair in zip((da, db), pairs, strict=True):
+            out.copy_(_widened(*pair) / scale)
+    elif outgoing:
         torch.bmm(dt, b, out=da)
         torch.bmm(dt.mT, a, out=db)
     else:
@@ -104,14 +118,14 @@ def forward(ab: Tensor, split: Split | None, *, outgoing: bool, save: bool) -> t
 
 
 def backward(dt: Tensor, saved: Sequence[Tensor], split: Split | None, *, outgoing: bool) -> Tensor:
-    """The gradient of the halves `[2 D, B, I, J]`, from that of the product, `[D, B, I, J]` in the dtype of the halves."""
+    """The gradient of the halves `[2 D, B, I, J]`, from that of the product, `[D, B, I, J]` in the dtype of the product."""
     if split is None:
         (ab,) = saved
         dab = torch.empty_like(ab)
         _multiply_backward(dt.flatten(0, 1), *_halves(ab), *_halves(dab), outgoing=outgoing)
         return dab
     dt = dt.contiguous()
-    dab = dt.new_empty(2 * dt.shape[0], *dt.shape[1:])
+    dab = dt.new_empty(2 * dt.shape[0], *dt.shape[1:], dtype=saved[0].dtype)
     da, db = dab.chunk(2)
     slices = _slices(dt, split)
     coming = _to_squares(dt[slices[0]], split)
@@ -149,7 +163,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, dt: Tensor) -> tuple[Tensor, None, None]:
         saved = ctx.saved_tensors
         with uncast(dt.device):
-            return backward(dt.to(saved[0].dtype), saved, ctx.split, outgoing=ctx.outgoing), None, None
+            return backward(dt, saved, ctx.split, outgoing=ctx.outgoing), None, None
 
 
 def _halves(ab: Tensor) -> tuple[Tensor, Tensor]:

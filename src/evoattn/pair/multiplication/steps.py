@@ -169,7 +169,7 @@ def gate_out_backward(
     rows, hidden, channels = t[0].numel(), t.shape[0], z.shape[-1]
     tile = _tile("gate_out_backward", z, weights)
     buffer = functools.partial(torch.empty, dtype=weights.product_dtype(), device=z.device)
-    dt, dg = buffer(t.shape), buffer((rows, channels))
+    dt, dg = torch.empty_like(t), buffer((rows, channels))  # t is float32 for float16, and so is its gradient
     du, n, sums = dt, dt, dt
     if needs_weights:
         du, n = buffer((rows, channels)), buffer((hidden, rows))

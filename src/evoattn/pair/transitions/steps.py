@@ -188,7 +188,7 @@ def _launch(
     tile = _tile(step, x, w)
     constants = {
         "H": w.hidden,
-        "BLOCK_H": min(tile.channels, power_of_two(w.hidden)),
+        "BLOCK_H": tile.channels,
         "GATED": w.b_weight is not None,
         "HAS_BIAS": w.a_bias is not None or w.b_bias is not None,
         "HAS_MASK": mask is not None,

@@ -60,6 +60,15 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    """float32 products of torch on a GPU are TF32. pytest's monkeypatch would delete the attribute afterwards."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, True
+    yield
+    matmul.allow_tf32 = before
+
+
 @pytest.fixture(autouse=True)
 def nothing_kept() -> Iterator[None]:
     """A test that changes what calls are planned from leaves no plan behind, and none keeps memory that others need."""

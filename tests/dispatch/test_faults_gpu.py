@@ -4,6 +4,7 @@ python -m pytest -m gpu tests/dispatch/test_faults_gpu.py
 """
 
 import concurrent.futures
+import os
 import subprocess
 import sys
 import threading

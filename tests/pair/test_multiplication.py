@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from evoattn.compat.cuequivariance import triangle_multiplicative_update
 from evoattn.nn import TriangleMultiplication
 from evoattn.pair import triangle_multiplication
 from evoattn.pair.checking import cast
+from evoattn.pair.multiplication import call as multiplication
+from evoattn.pair.multiplication import products
+from evoattn.pair.transitions import call as transitions
 from evoattn.pair.values import MultiplicationOptions as Options
 from evoattn.pair.values import MultiplicationWeights as Weights
 from evoattn.testing import dense_layers, relative_error
@@ -82,6 +86,35 @@ def test_a_sum_past_the_range_of_float16() -> None:
     z, _, do = inputs((1,), 33, 16, torch.float16)
     actual = differentiated(call(z, None, parameters, Options(True, 1e-5, False)), z, parameters, do)
     assert worst(actual, truth(z, None, parameters, Options(True, 1e-5, False), do)) < 5e-3
+
+
+@DIRECTIONS
+def test_gradients_of_halves_whose_product_leaves_float16(direction: str) -> None:
+    """The product is about 1e6 there, and its gradient about 1e-7, for which float16 has one digit."""
+    torch.manual_seed(0)
+    ab = (100 * torch.randn(6, 2, 8, 8)).half()
+    dt = 1e-7 * torch.randn(3, 2, 8, 8)
+    dt[1] *= 1e-6
+    dt[2] = 0
+    a, b = ab.double().chunk(2)
+    wanted = (dt.double() @ b, dt.double().mT @ a) if direction == "outgoing" else (b @ dt.double().mT, a @ dt.double())
+    dab = products.backward(dt, [ab], None, outgoing=direction == "outgoing")
+    assert dab.dtype == torch.float16
+    for actual, right in zip(dab.chunk(2), wanted, strict=True):
+        assert relative_error(actual[0], right[0]) < 1e-3 and not actual[2].any()
+
+
+@pytest.mark.parametrize("call_of", [multiplication, transitions])
+def test_torch_compile_asks_for_kernels_while_it_traces(call_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is installed and which card there is are no code that it can trace."""
+    monkeypatch.setattr(call_of._steps(), "takes", lambda device, dtype, channels, hidden: importlib.util.find_spec("torch"))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if call_of._takes(torch.device("cuda"), torch.float32, 16, x.shape[0]) else x
+
+    x = torch.zeros(3)
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(run, backend="eager", fullgraph=True)(x), x + 1)
 
 
 def test_multiplication_under_autocast_agrees_with_float64() -> None:

@@ -38,10 +38,10 @@ def test_multiplication_agrees_with_float64(
         assert relative_error(x, right) <= 3 * max(relative_error(y, right), floor)
 
 
+@pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize("outgoing", [True, False])
-def test_tf32_products_are_as_exact_as_torch(outgoing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf32_products_are_as_exact_as_torch(outgoing: bool) -> None:
     """Without rounding before the products, errors are twice as large."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     parameters = weights(128, 128, bias=True, dtype=torch.float32, device="cuda")
     z, mask, do = inputs((2,), 129, 128, torch.float32, "cuda")
     options = Options(outgoing, 1e-5, residual=False)

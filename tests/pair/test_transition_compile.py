@@ -13,12 +13,15 @@ from evoattn.pair.transitions import steps
 from evoattn.pair.values import TransitionOptions as Options
 from evoattn.pair.values import TransitionWeights as Weights
 from tests.helpers.ahead_of_time import SHARED_LIMITS, TARGETS, report, target
+from tests.helpers.descriptors import wrong_descriptors
 from tests.pair.transitions import weights
 
 
-def compiled(arch: str, channels: int, dtype: torch.dtype, *, gated: bool = True, bias: bool = False) -> list[Any]:
+def compiled(
+    arch: str, channels: int, dtype: torch.dtype, *, gated: bool = True, bias: bool = False, hidden: int | None = None
+) -> list[Any]:
     """Both kernels, as a step of training launches them for x in float32."""
-    rows, hidden, options = 4096, 4 * channels, Options(1e-5, True)
+    rows, hidden, options = 4096, hidden or 4 * channels, Options(1e-5, True)
     parameters = weights(channels, hidden, gated=gated, bias=bias, dtype=dtype)
     parameters = Weights(*[y if y is None else y.detach() for y in parameters])  # type: ignore[arg-type]
     x, mask = torch.empty(rows, channels), torch.empty(rows) if bias else None
@@ -57,13 +60,22 @@ OTHERS = [
 ]
 
 
+SLOW = [pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((48, 16, True), (128, 16, False), (64, 64, True))]
+
+
+@pytest.mark.parametrize(("channels", "hidden", "gated"), [(64, 4, True), *SLOW])
+def test_no_product_of_float32_reads_other_shared_memory(channels: int, hidden: int, gated: bool) -> None:
+    """ptxas 12.8 computes wrong addresses where warps share 64 rows and a block of hidden channels is 16 wide."""
+    for kernel in compiled("sm_90", channels, torch.float32, gated=gated, bias=True, hidden=hidden):
+        assert wrong_descriptors(kernel) == [], kernel.metadata.name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "channels", "dtype"), [*OF_MODELS, *OTHERS])
 def test_every_card_can_run_what_it_takes(arch: str, channels: int, dtype: torch.dtype) -> None:
     """A program has the shared memory. Where products do not fit into tensor memory, Triton compiles a trap."""
-    parameters = weights(channels, channels, gated=True, bias=False, dtype=dtype)
     with target(arch):
-        takes = steps.takes(torch.empty(1, channels), parameters)
+        takes = steps.takes(torch.device("cuda"), dtype, channels, channels)
     assert takes == ((arch, channels, dtype) not in LEFT_TO_TORCH)
     if not takes:
         return

@@ -36,10 +36,10 @@ def test_transition_agrees_with_float64(gated: bool, dtype: torch.dtype, rows: i
     assert is_close(actual, x, mask if bias else None, parameters, options, do)
 
 
+@pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "relu"])
-def test_tf32_products_are_as_exact_as_torch(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf32_products_are_as_exact_as_torch(gated: bool) -> None:
     """Without rounding before the products, errors are four times as large."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     parameters = weights(128, 512, gated=gated, bias=True, dtype=torch.float32, device="cuda")
     x, mask, do = inputs((1001,), 128, torch.float32, "cuda")
     options = Options(1e-5, residual=False)

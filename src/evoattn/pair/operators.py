@@ -9,18 +9,29 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from evoattn.core import guards
-from evoattn.core.devices import installed, uncast
+from evoattn.core.devices import uncast
 from evoattn.dispatch.autograd import OF_A_BACKWARD, no_second_derivative, once_differentiable
 from evoattn.dispatch.checks import check_no_tangent
 from evoattn.dispatch.distributed import Split
 from evoattn.dispatch.operators import LIBRARY
 from evoattn.pair.checking import check_out, is_recorded, result_dtype, writable_out
+
+Takes = TypeVar("Takes", bound=Callable[..., bool])
+
+
+def decided_once(function: Takes) -> Takes:
+    """Let torch.compile call a function while it traces, and take what it returns for a constant.
+
+    `torch.compiler.assume_constant_result` does the same, and imports torch's compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 class Operator:
@@ -30,7 +41,9 @@ class Operator:
         name: of the operator.
         x: the name of its input.
         weights, options: the named tuples of its parameters and settings.
-        steps: returns the module of its kernels, which has `takes`, `forward` and `backward`. It needs Triton.
+        steps: returns the module of its kernels, which has `forward` and `backward`. It needs Triton.
+        takes: returns whether kernels on a GPU take so many channels and hidden channels in a dtype of the products.
+        last: the weight `[C, H]` that tells both. It is never None.
         outline: returns empty tensors like the results of `forward`, from x, weights and options.
         reference: the same in plain torch. It takes x, the mask, weights, options and a split, which may be None.
         axes: how many axes of x the kernels take, besides one for all leading axes.
@@ -46,6 +59,8 @@ class Operator:
         options: Any,
         *,
         steps: Callable[[], Any],
+        takes: Callable[[torch.device, torch.dtype, int, int], bool],
+        last: str,
         outline: Callable[..., tuple[Tensor, ...]],
         reference: Callable[..., Tensor],
         axes: int,
@@ -53,7 +68,7 @@ class Operator:
         required: tuple[str, ...] = (),
     ) -> None:
         self.weights, self.options, self.axes = weights, options, axes
-        self.steps, self.outline, self.reference = steps, outline, reference
+        self.steps, self.takes, self.last, self.outline, self.reference = steps, takes, last, outline, reference
         self.saved, self.count = len(saved), len(weights._fields)
         kinds = typing.get_type_hints(options)
         tensors = ", ".join(f"Tensor{'' if field in required else '?'} {field}" for field in weights._fields)
@@ -115,9 +130,9 @@ class Operator:
     def has_kernels(self, x: Tensor, weights: Any) -> bool:
         """Return whether kernels take these tensors: 16 or 32 bits on a GPU, not too many channels."""
         is_double = weights.product_dtype() == torch.float64 or x.dtype == torch.float64
-        if not x.is_cuda or is_double or not x.numel() or not installed("triton"):
+        if not x.is_cuda or is_double or not x.numel():
             return False
-        return self.steps().takes(x, weights)  # type: ignore[no-any-return]
+        return self.takes(x.device, weights.product_dtype(), *getattr(weights, self.last).shape)
 
     def run(self, x: Tensor, *arguments: Any, **settings: Any) -> tuple[Tensor, ...]:
         """Launch the kernels of the forward: the result, then what the backward reads besides."""

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evoattn.core.devices import uncast
+from evoattn.core.devices import installed, uncast
 from evoattn.dispatch.distributed import Split
 from evoattn.pair import checking
 from evoattn.pair.multiplication import products
-from evoattn.pair.operators import Operator
+from evoattn.pair.operators import Operator, decided_once
 from evoattn.pair.values import MultiplicationOptions, MultiplicationWeights
 
 _OPTIONAL = frozenset(name for name in MultiplicationWeights._fields if name.endswith("bias") or "norm" in name)
@@ -158,12 +158,19 @@ def _steps() -> Any:
     return steps
 
 
+@decided_once
+def _takes(device: torch.device, dtype: torch.dtype, channels: int, hidden: int) -> bool:
+    return installed("triton") and _steps().takes(device, dtype, channels, hidden)  # type: ignore[no-any-return]
+
+
 OPERATOR = Operator(
     "triangle_multiplication",
     "z",
     MultiplicationWeights,
     MultiplicationOptions,
     steps=_steps,
+    takes=_takes,
+    last="p_out_weight",
     outline=_outline,
     reference=reference,
     axes=3,

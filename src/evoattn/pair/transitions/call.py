@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from evoattn.core import guards
+from evoattn.core.devices import installed
 from evoattn.pair import checking
-from evoattn.pair.operators import Operator
+from evoattn.pair.operators import Operator, decided_once
 from evoattn.pair.values import TransitionOptions, TransitionWeights
 
 CHUNK = 1 << 17
@@ -139,12 +140,19 @@ def _steps() -> Any:
     return steps
 
 
+@decided_once
+def _takes(device: torch.device, dtype: torch.dtype, channels: int, hidden: int) -> bool:
+    return installed("triton") and _steps().takes(device, dtype, channels, hidden)  # type: ignore[no-any-return]
+
+
 OPERATOR = Operator(
     "transition",
     "x",
     TransitionWeights,
     TransitionOptions,
     steps=_steps,
+    takes=_takes,
+    last="out_weight",
     outline=_outline,
     reference=reference,
     axes=1,

@@ -63,12 +63,12 @@ class Operands(NamedTuple):
     sums: Tensor
 
 
-def takes(x: Tensor, weights: TransitionWeights) -> bool:
-    """Return whether the kernels take rows of this size and dtype on this card."""
-    large = cards.shared_memory_limit(x.device) >= _SHARED_MEMORY
-    if weights.product_dtype() == torch.float32 and (not large or (cards.capability(x.device) or (0,))[0] == _TENSOR_MEMORY):
+def takes(device: torch.device, dtype: torch.dtype, channels: int, hidden: int) -> bool:
+    """Return whether the kernels take rows of so many channels in this dtype of the products on this card."""
+    large = cards.shared_memory_limit(device) >= _SHARED_MEMORY
+    if dtype == torch.float32 and (not large or (cards.capability(device) or (0,))[0] == _TENSOR_MEMORY):
         return False
-    return _row_bytes(weights) <= (_MOST_BYTES if large else _NARROW_BYTES)
+    return power_of_two(channels) * dtype.itemsize <= (_MOST_BYTES if large else _NARROW_BYTES)
 
 
 def programs(x: Tensor, weights: TransitionWeights) -> int:

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from evoattn.dispatch.lookup import RefusalError
 from evoattn.nn import attention as layers
 from evoattn.testing.dense_layers import MaskedSoftmax
-from evoattn.testing.drawing import bell
 from evoattn.testing.judging import Outcome, bits, poisoned, verdict
 from evoattn.testing.layer_kinds import KINDS
 from evoattn.testing.oracle import FLOOR, relative_error
@@ -183,13 +182,7 @@ def _dense(
     problem: RandomLayer, device: torch.device, dtype: torch.dtype, weights: MaskedSoftmax
 ) -> tuple[nn.Module, dict[str, Tensor | None], Tensor]:
     kind, layer, mask = KINDS[problem.kind], problem.layer(device).to(dtype), problem.masks(device)
-    rng = torch.Generator().manual_seed(weights.seed)
-    inputs = {}
-    for name, x in problem.inputs(device).items():
-        y = x.detach()
-        if weights.seed:  # another rounding of the same numbers
-            y = y.double() * (1 + torch.finfo(dtype).eps / 4 * bell(rng, *y.shape).to(y.device))
-        inputs[name] = y.to(dtype).requires_grad_(x.requires_grad)
+    inputs = {name: x.detach().to(dtype).requires_grad_(x.requires_grad) for name, x in problem.inputs(device).items()}
     swallowed = problem.options.get("inf", 0.0) >= _SWALLOWS[problem.compute_dtype]
     native = problem.options.get("empty_rows") == "native"
     weights = dataclasses.replace(weights, empty="native" if native else "mean" if swallowed else "scores")

@@ -34,6 +34,11 @@ _ROUGH = {torch.float64: 4e-15, torch.float32: 2e-6, torch.float16: 4e-3, torch.
 _SWALLOWS = {torch.float32: 1e8, torch.bfloat16: 3e4, torch.float16: 3e4, torch.float64: math.inf}
 """The least `inf` that leaves the scores of a masked row no digits, by compute dtype."""
 
+_MORE, _MORE_SIDES = 4, 16
+"""Runs of dense torch that a failure is compared with besides. More for a ReLU: a run seldom takes the one number whose sign is
+uncertain to the other side.
+"""
+
 _STEADY = 0.1
 """relu_ gets no cotangent if the output is below this share of its usual size, because rounding may change its sign."""
 
@@ -91,8 +96,10 @@ def _failures_inside(problem: RandomLayer, backend: str, device: torch.device) -
     plain = [_dense_values(problem, device, compute, MaskedSoftmax(rough=_ROUGH[compute]))]
     failures = _wrong(problem, values, double, plain)
     if any(kind.startswith("error of") for kind, _ in failures):  # a few roundings may cancel by chance
+        more = _MORE_SIDES if problem.options.get("activation") == "relu" else _MORE
         plain += [
-            _dense_values(problem, device, compute, MaskedSoftmax(rough=_ROUGH[compute], seed=seed)) for seed in range(1, 5)
+            _dense_values(problem, device, compute, MaskedSoftmax(rough=_ROUGH[compute], seed=seed))
+            for seed in range(1, 1 + more)
         ]
         failures = _wrong(problem, values, double, plain)
     return [(f"mutated {name}", "") for name in changed] + failures

@@ -37,7 +37,7 @@ def distribute(model: nn.Module, mesh: Any) -> list[str]:
     All processes call the model with the same features, and get the same results. Each parameter of a block gets the gradient
     from all rows, because a hook adds up the parts of the processes. So an optimizer's step is the same on all of them. Dropout
     masks are those of the first process. Blocks take no hooks that look at z, and no in-place request is followed. Between the
-    blocks of a stack z is a DTensor. torch.compile leaves the blocks as they are.
+    blocks of a stack z is a DTensor.
 
     Args:
         model: the client's model, or a part of it. The same parameters on all processes, as plain tensors or as DTensors on the
@@ -274,4 +274,4 @@ def _distributed(original: Any) -> Any:
     def reduce(self: Any, protocol: Any) -> Any:
         raise ValueError("a distributed block cannot be copied or pickled: copy the model before, or save its state_dict")
 
-    return subclass(original, forward=torch.compiler.disable(forward), __reduce_ex__=reduce)
+    return subclass(original, forward=forward, __reduce_ex__=reduce)

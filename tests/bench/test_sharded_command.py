@@ -192,7 +192,7 @@ def test_a_record_that_cannot_be_written(
 
 OTHERS = (
     *("list", "workloads tri16", "dtypes float32", "passes both", "backends auto", "peers", "budget 9", "csv a.csv"),
-    *("html a.html", "png a.png", "resume a.json", "from a.json", "compare a.json b.json", "threshold 1"),
+    *("png a.png", "resume a.json", "from a.json", "compare a.json b.json", "threshold 1"),
 )
 """Options of `evoattn bench` that do not go with --gpus, and values for them."""
 

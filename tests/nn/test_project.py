@@ -62,7 +62,7 @@ def test_each_projection_and_each_row_starts_on_16_bytes(dtype: torch.dtype) -> 
     (torch.bfloat16, torch.float32, torch.bfloat16),
     (torch.float64, torch.float64, torch.float64),
 ])  # fmt: skip
-def test_a_layer_computes_in_the_wider_dtype(x: torch.dtype, parameters: torch.dtype, expected: torch.dtype) -> None:
+def test_a_layer_computes_in_the_narrower_dtype(x: torch.dtype, parameters: torch.dtype, expected: torch.dtype) -> None:
     layer = TriangleAttention(8, 4, 2).to(parameters)
     assert layer(torch.randn(1, 3, 3, 8, dtype=x)).dtype == expected
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from evoattn.backends import BACKENDS
-from evoattn.bench import ceilings, compare, machine, plots, report, sharded_table, table
+from evoattn.bench import ceilings, compare, machine, plots, sharded_table, table
 from evoattn.bench.clock import clock_for
 from evoattn.bench.peers import PEERS
 from evoattn.bench.plan import Plan, default_plan, plan_of, plan_settings, remaining, select_workloads
@@ -36,8 +36,8 @@ from evoattn.workloads import LAYERS, WORKLOADS, Workload
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _PLAN_OPTIONS = ("workloads", "lengths", "dtypes", "passes", "backends", "peers", "device", "quick", "rounds", "note")
 _RUN_OPTIONS = ("budget", "commit")
-_FILE_OPTIONS = ("json", "csv", "html", "png")
-_OF_KERNELS = ("list", "workloads", "dtypes", "passes", "backends", "peers", "budget", "csv", "html", "png", "resume", "from")
+_FILE_OPTIONS = ("json", "csv", "png")
+_OF_KERNELS = ("list", "workloads", "dtypes", "passes", "backends", "peers", "budget", "csv", "png", "resume", "from")
 """Options that say nothing of a block over several GPUs."""
 
 _THRESHOLD = 5.0
@@ -54,12 +54,11 @@ _EPILOG = """\
 examples:
   evoattn bench                                      what fits this machine and a few minutes
   evoattn bench --quick                              half a minute: a look, not a measurement
-  evoattn bench --html report.html                   one page with tables and charts, to open in any browser
   evoattn bench --workloads tri384 msa_row tri500 --dtypes bfloat16 float16 --json mine.json
   evoattn bench --workloads layer384 layer_msa_row384   whole layers, norm to output, in several ways
   evoattn bench --lengths 100 200 397 --peers dense  triangle attention at these lengths, next to dense torch alone
   evoattn bench --resume mine.json --budget 600      what Ctrl-C or the budget left out, into the same record
-  evoattn bench --from mine.json --html report.html  a page of what was measured before
+  evoattn bench --from mine.json --png speed.png     the plots of what was measured before
   evoattn bench --compare before.json after.json     what became faster or slower beyond the noise of both
   evoattn bench --gpus 2 --lengths 1024 2048         a pair block over two GPUs, beside the same block on one
 
@@ -96,8 +95,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     out = parser.add_argument_group("what is written")
     out.add_argument("--json", type=Path, metavar="FILE", help="all that was measured, after every problem")
     out.add_argument("--csv", type=Path, metavar="FILE", help="the same for a spreadsheet")
-    out.add_argument("--html", type=Path, metavar="FILE", help="one page that needs nothing else")
-    out.add_argument("--png", type=Path, metavar="FILE", help="the plots alone (needs matplotlib)")
+    out.add_argument("--png", type=Path, metavar="FILE", help="plots (needs matplotlib)")
     out.add_argument("--commit", metavar="TEXT", help="what to record as the commit where git cannot tell")
     out.add_argument("--note", metavar="TEXT", help="what whoever reads the record has to know of this run")
     old = parser.add_argument_group("what was measured before")
@@ -178,7 +176,6 @@ def _outputs(arguments: argparse.Namespace) -> dict[str, Callable[[Record], Refu
     writers: dict[str, tuple[Callable[[Record, Path], None], tuple[str, ...]]] = {
         "json": (write, (".json",)),
         "csv": (lambda record, path: write_text(table.as_csv(record), path), (".csv",)),
-        "html": (lambda record, path: write_text(report.page(record), path), (".html", ".htm")),
         "png": (plots.write_png, (".png",)),
     }
     paths = {kind: path for kind in writers if (path := getattr(arguments, kind)) is not None}

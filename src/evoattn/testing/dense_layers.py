@@ -35,7 +35,7 @@ class MaskedSoftmax:
             makes of -1e9), nothing ("native"), or as if there were no mask ("scores", what exact numbers make of -1e9).
         rough: the relative error of delta, the row sum that the backward of softmax takes off. A backend computes delta from an
             output that was rounded. If the gradient of the scores is 0 but for rounding, only that shows how much it is.
-            MaskedSoftmax are then computed in the dtype in which a backend accumulates.
+            The scores are then computed in the dtype in which a backend accumulates.
         seed: of these errors.
     """
 

@@ -159,7 +159,7 @@ class StructuredKernel(Kernel):
 
         Args:
             programs: how many.
-            through_map: as there.
+            through_map: as `Kernel.plan` takes it.
             values: each argument but tensors, of which views have None, and but WAIT (`overlap`); and Triton's options.
         """
         numbers = [x.of(values) for x in self._numbers]

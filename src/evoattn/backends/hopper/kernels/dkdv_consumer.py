@@ -112,7 +112,7 @@ def load_key_bias(variant, own_terms, mTerms, bias_row, first_key):
 
 
 def load_keys(variant, operands, row, tiles, t4, inverse):
-    """Load k and v of 64 keys, in two `sPairTiles` of shared memory, into registers, and what meets a query's channels.
+    """Load k and v of 64 keys, in two tiles of `sK` in shared memory, into registers, and what meets a query's channels.
 
     The product with a query's eight words (`write_statistics`), which it reads twice, adds the key bias and -LSE to S.
     Another product subtracts delta from dP.

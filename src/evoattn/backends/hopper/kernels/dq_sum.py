@@ -25,10 +25,12 @@ from evoattn.backends.hopper.lib.schedule import change_of, first_row, place, sh
 from evoattn.backends.hopper.tiles import MMA_M, SLICE
 
 ROW, ROWS_LEFT, TILES = range(3)
-"""Of `sWork`, for the consumers of a row: its n, how many rows of the panel follow, and its live tiles of keys."""
+"""Columns of `sWork`, in which the producer tells the consumers of a row its n, how many rows of the panel follow, and its live
+tiles of keys.
+"""
 
 NEG_LSE, NEG_DELTA, DLSE = range(3)
-"""Of `sStats`, for each query of a row."""
+"""Columns of `sStats`, for each query of a row."""
 
 
 class Sums(namedtuple("Sums", "parts inbox parts_full parts_empty inbox_full inbox_empty")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import evoattn.nn as evoattn_nn
@@ -32,6 +34,10 @@ class Toy(evoattn_nn.TriangleAttention):
 
 
 def helper() -> Tensor:
+    return deeper()
+
+
+def deeper() -> Tensor:
     raise AssertionError("the client's own forward was called")
 
 
@@ -289,15 +295,88 @@ def test_a_method_that_a_program_has_replaced_is_called(name: str, model: Model,
     assert torch.equal(layer(z, None, 4), before), "the names of its arguments are known again"
 
 
-def test_a_function_that_a_method_calls_is_called(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def same_name(function: Any) -> Any:
+    """A function of a program that has the name of the client's, and does not say what it wraps."""
+    names: dict[str, Any] = {"function": function, "__name__": "program"}
+    exec(compile(f"def {function.__name__}(*args):\n    return function(*args)\n", "program.py", "exec"), names)
+    return names[function.__name__]
+
+
+class Proxy:
+    """Stands for the proxies of profilers: they have all attributes of what they call."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.function, name)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+@pytest.mark.parametrize("name", ["helper", "deeper"])
+@pytest.mark.parametrize("put", [put_in_place, same_name, functools.partial, Proxy])
+def test_a_function_that_a_method_calls_is_called(put: Any, name: str, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is called by another one."""
     z = torch.randn(1, 5, 5, 8)
     evoattn_nn.replace(model)
     model(z)
-    monkeypatch.setitem(globals(), "helper", put_in_place(helper))
-    with pytest.warns(UserWarning, match="a program has replaced helper"), own_forward():
+    monkeypatch.setitem(globals(), name, put(globals()[name]))
+    with pytest.warns(UserWarning, match=f"a program has replaced {name}"), own_forward():
         model(z)
-    with pytest.raises(ValueError, match="a program has replaced helper"):
+    with pytest.raises(ValueError, match=f"a program has replaced {name}"):
         evoattn_nn.replace(Toy())
+
+
+def test_methods_that_a_class_inherits_and_restored_ones(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that is put on a class that inherits it is called, and once it is gone the layer is known again."""
+    model.layers[0] = Named()
+    z, original = torch.randn(1, 5, 5, 8), Toy.forward
+    evoattn_nn.replace(model)
+    before = model(z)
+    for put in (put_in_place(original), functools.partialmethod(original), nn.Identity.forward):
+        monkeypatch.setattr(Named, "forward", put, raising=False)
+        with pytest.raises(ValueError, match="a Named overrides forward"):
+            evoattn_nn.replace(Named())
+        with pytest.warns(UserWarning, match="a Named overrides forward"), contextlib.suppress(AssertionError, TypeError):
+            model(z)
+        monkeypatch.delattr(Named, "forward")
+        assert torch.equal(model(z), before) and evoattn_nn.replace(Named()) == [""]
+
+
+@pytest.mark.parametrize("name", ["__call__", "_call_impl"])
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LayerNorm])
+def test_calls_of_torchs_classes_that_a_program_has_replaced(
+    kind: Any, name: str, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    z, layer = torch.randn(1, 5, 5, 8), model.layers[0]
+    evoattn_nn.replace(model)
+    before, original = layer(z), getattr(kind, name)
+    monkeypatch.setattr(kind, name, lambda self, x: 2 * original(self, x), raising=False)
+    assert not torch.allclose(layer(z), before)
+    monkeypatch.undo()
+    layer.mha.linear_q._call_impl = lambda x: 2 * nn.Linear.forward(layer.mha.linear_q, x)
+
+
+class Scaled(Tensor):
+    """Stands for a weight in 8 bits."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return 2 * result.as_subclass(Tensor) if func is F.linear else result
+
+
+@pytest.mark.parametrize("where", ["attribute", "buffer"])
+def test_a_weight_of_a_subclass_that_is_no_parameter(where: str) -> None:
+    layer, z = evoattn_nn.TriangleAttention(8, 4, 2), torch.randn(1, 5, 5, 8)
+    for x in layer.parameters():
+        nn.init.normal_(x)
+    before, weight = layer(z), layer.mha.linear_v.weight.data.as_subclass(Scaled)
+    del layer.mha.linear_v.weight
+    layer.mha.linear_v.register_buffer("weight", weight) if where == "buffer" else setattr(layer.mha.linear_v, "weight", weight)
+    assert not torch.allclose(layer(z), before)
 
 
 def test_tools_may_hook_every_module(model: Model) -> None:

@@ -27,7 +27,7 @@ _WITHOUT_LOWER_CASE = str.maketrans("", "", string.ascii_lowercase)
 _WITHOUT_INSERTIONS = str.maketrans("", "", string.ascii_lowercase + ".")
 _STATES = str.maketrans(dict.fromkeys(string.ascii_lowercase + ".", "i") | dict.fromkeys(string.ascii_uppercase + "-*", "M"))
 _TO_RESIDUES = str.maketrans(_OTHER + ".", "X" * len(_OTHER) + "-")
-_ANNOTATION = ("ss_", "sa_", "aa_")
+_ANNOTATION = frozenset(f"{kind}_{how}" for kind in ("ss", "sa", "aa") for how in ("pred", "conf", "dssp"))
 """Names of records begin so that HH-suite writes beside the sequences: secondary structure, accessibility."""
 
 
@@ -141,15 +141,15 @@ def _records(text: str) -> list[_Record]:
             raise _UnfitError(f"line {number}: expected a header that begins with '>', found {line[:20]!r}")
         elif line.startswith("#"):
             raise _UnfitError(f"line {number}: a comment after the first record; if another alignment begins here, {_ONE}")
-        elif not records[-1].name.startswith(_ANNOTATION):
+        elif records[-1].name not in _ANNOTATION:
             _check_letters(line, number, 1)
             records[-1].parts.append(line)
     if not records:
         raise _UnfitError("holds comments only; expected records that begin with '>'")
-    sequences = [record for record in records if not record.name.startswith(_ANNOTATION)]
+    sequences = [record for record in records if record.name not in _ANNOTATION]
     if not sequences:
         raise _UnfitError("holds no sequence beside annotations of HH-suite (ss_, sa_, aa_)")
-    has_consensus = len(sequences) > 1 and "_consensus" in sequences[0].name
+    has_consensus = len(sequences) > 1 and sequences[0].name.endswith("_consensus")
     return sequences[1:] if has_consensus else sequences
 
 

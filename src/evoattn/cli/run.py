@@ -288,7 +288,8 @@ def summary(folder: pathlib.Path, names: tuple[str, ...]) -> str:
         refused.add(f"not all calls were counted: {folder.parent} cannot take the counts; TMPDIR names another place")
     ending = "" if computed or passed_on or steps or refused else f". {_UNREAD}"
     if computed:
-        parts = [f"{in_words(computed)} of {joined(sorted(patched))} computed by evoattn on {joined(sorted(backends))}"]
+        where = f" on {joined(sorted(backends))}" if backends else ""
+        parts = [f"{in_words(computed)} of {joined(sorted(patched))} computed by evoattn{where}"]
     elif patched and ending:
         parts = [f"{joined(sorted(patched))} patched, but no attention was called in {_readers(folder)}"]
     elif patched:

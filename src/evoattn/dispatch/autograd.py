@@ -250,6 +250,16 @@ OF_A_BACKWARD = "the backward of layers and drop-ins"
 """As `check_no_tangent` names it."""
 
 
+class _Context:
+    """A context of a backward with saved tensors that have been read."""
+
+    def __init__(self, ctx: Any, saved: tuple[Tensor | None, ...]) -> None:
+        self._ctx, self.saved_tensors = ctx, saved
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the `backward` of an autograd function whose gradients have no derivative.
 
@@ -262,11 +272,12 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         check_no_tangent(*cotangents, of=OF_A_BACKWARD)
         if not torch.is_grad_enabled():
             return backward(ctx, *cotangents)
+        saved = ctx.saved_tensors  # read once: a checkpoint computes them at the first look, and refuses a second one
         with torch.no_grad():
-            result = backward(ctx, *cotangents)
+            result = backward(_Context(ctx, saved), *cotangents)
         # a cotangent of several at once does not tell whether it requires a gradient
         sources = [x for x in cotangents if isinstance(x, Tensor)]
-        sources += [x for x in ctx.saved_tensors if isinstance(x, Tensor) and x.requires_grad]
+        sources += [x for x in saved if isinstance(x, Tensor) and x.requires_grad]
         if not sources:
             return result
         zero = sum(map(_zero, sources))

@@ -108,7 +108,9 @@ class _BlockRunner:
 
     def __init__(self, client: Any, kind: _BlockKind, mesh: Any, *, leaves: bool) -> None:
         self.kind, self.mesh, self.leaves, self.group = kind, mesh, leaves, mesh.get_group()
-        self.names = positions(type(client).forward)
+        original: Any = original_of(type(client))
+        self.original, self.forward = original, original.forward
+        self.names = positions(self.forward)
         self._replacements: dict[int, Replacement] = {}
         self._summed: dict[int, Tensor] = {}
         if method := own_method(client):
@@ -124,6 +126,9 @@ class _BlockRunner:
 
         Their layers are made again if modules were exchanged.
         """
+        if self.original.forward is not self.forward:
+            check_methods("", client)
+            self.forward = self.original.forward  # `evoattn.patch` or its end
         for name in filter(None, (self.kind.pair_stack, self.kind.attention)):
             module = getattr(client, name)
             if has_hooks(module) or own_method(module):

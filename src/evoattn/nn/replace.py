@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evoattn.core.own_code import called, methods, replaced_function
+from evoattn.core.own_code import CALLS, called, methods, replaced_function
 from evoattn.nn.known import LAYERS
 from evoattn.nn.known_blocks import BLOCKS
 from evoattn.nn.known_calls import ClientsOwn, UnknownArgument
@@ -23,6 +23,15 @@ from evoattn.nn.submodules import has_global_hooks, has_hooks
 
 _ENTRIES = {"forward", "__call__", "_call_impl"}
 """Methods that run when a module is called."""
+
+_ACTIVATIONS: dict[str, Any] = {
+    "sigmoid": nn.Sigmoid,
+    "silu": nn.SiLU,
+    "swish": nn.SiLU,
+    "relu": nn.ReLU,
+    "softmax": nn.Softmax,
+}
+"""Classes of modules that no layer of `evoattn.nn` calls, by the names that clients give them."""
 
 _ATTRIBUTE = "_evoattn_replacement"
 """The attribute of a replaced layer that holds its `Replacement`."""
@@ -203,8 +212,9 @@ class Snapshot:
     def __init__(self, client: nn.Module) -> None:
         self._layer = _state(client)
         self._inner = tuple((x, *_state(x)) for x in client.modules() if x is not client)
-        kinds = dict.fromkeys(original_of(type(x)) for x in client.modules())
-        self._methods = tuple(dict.fromkeys(each for kind in kinds for each in methods(kind)))
+        kinds: Any = dict.fromkeys(original_of(type(x)) for x in client.modules())
+        names = {kind: dict.fromkeys((*CALLS, *(name for _, name, _ in methods(kind)))) for kind in kinds}
+        self._methods = tuple((kind, name, getattr(kind, name)) for kind in kinds for name in names[kind])
         functions = {(id(names), name): (names, name, x) for kind in kinds for names, name, x in called(kind)}
         self._functions = tuple(functions.values())
 
@@ -223,14 +233,15 @@ class Snapshot:
             for name, there in own_methods:
                 if (name in own) is not there:
                     return False
-        if not all(kind.__dict__.get(name) is method for kind, name, method in self._methods):
-            return False
+        for kind, name, method in self._methods:
+            if getattr(kind, name, None) is not method:
+                return False
         return torch.compiler.is_compiling() or all(names.get(name) is x for names, name, x in self._functions)
 
 
 def _state(module: nn.Module) -> tuple[Any, ...]:
     """The children of a module, its settings, and which methods of its class it has of its own."""
-    names = dict.fromkeys(("forward", *(name for _, name, _ in methods(original_of(type(module))))))
+    names = dict.fromkeys((*CALLS, *(name for _, name, _ in methods(original_of(type(module))))))
     return tuple(module._modules.items()), _settings(module), tuple((name, name in module.__dict__) for name in names)
 
 
@@ -286,7 +297,8 @@ class Replacement:
         for name, module in self._bypassed:
             package, own = type(module).__module__.partition(".")[0], kind.__module__.partition(".")[0]
             plain = type(module).__module__.startswith("torch.nn.modules.")
-            if package not in (own, "einops", "evoattn") and not plain:
+            wanted = _ACTIVATIONS.get(name.rpartition(".")[2], type(module))
+            if (package not in (own, "einops", "evoattn") and not plain) or wanted is not type(module):
                 raise ValueError(f"{name} is a {type(module).__qualname__}, which evoattn.nn would not call")
             check_methods(name, module)
             if method := own_method(module):
@@ -310,13 +322,17 @@ class Replacement:
 
 def own_method(module: nn.Module) -> str:
     """The name of a method that stands on a module itself, in the place of one of its class, or ""."""
-    if "forward" in module.__dict__:
-        return "forward"
-    return next((name for _, name, _ in methods(original_of(type(module))) if name in module.__dict__), "")
+    names = (*CALLS, *(name for _, name, _ in methods(original_of(type(module)))))
+    return next((name for name in names if name in module.__dict__), "")
 
 
 def check_methods(name: str, module: nn.Module) -> None:
-    """Raise ValueError if a program has replaced a method of a module's class, or a function that one calls."""
+    """Raise ValueError if a program has replaced a method of a module's class, or a function that one calls.
+
+    Not while torch.compile traces, which cannot look into files.
+    """
+    if torch.compiler.is_compiling():
+        return
     kind = original_of(type(module))
     if function := replaced_function(kind):
         raise ValueError(
@@ -369,22 +385,25 @@ def _methods(kind: Any) -> tuple[frozenset[str], tuple[str, ...]]:
     return frozenset(methods), tuple(name for name in names if name in methods)
 
 
-_METHODS: dict[type, tuple[frozenset[str], tuple[str, ...]]] = {}
-"""Results of `_methods` by class. Not functools.cache, of which Dynamo warns."""
+_METHODS: dict[type, tuple[Any, tuple[frozenset[str], tuple[str, ...]]]] = {}
+"""Results of `_methods` by class, and how many attributes it and its bases had. Not functools.cache, of which Dynamo warns."""
 
 
 def overridden(client: nn.Module, *, entries: bool) -> str:
     """A method of the known class that a layer overrides, in its class or in itself. "" if there is none.
 
-    entries: whether `forward` counts too. It does not if the caller stands in for the known class's own `forward`.
+    entries: whether `forward` counts too. It does not if the caller stands in for the known class's own `forward`. That of a
+    replaced layer's class counts in any case: our own forward hides it.
     """
     kind = type(client)
+    sizes = [len(vars(x)) for x in kind.__mro__]
     stored = _METHODS.get(kind)
-    if stored is None:
-        stored = _METHODS[kind] = _methods(kind)
-    methods, names = stored
-    names = (*names, *(methods & client.__dict__.keys()))
-    return next((name for name in names if entries or name not in _ENTRIES), "")
+    if stored is None or stored[0] != sizes:
+        stored = _METHODS[kind] = sizes, _methods(kind)
+    methods, names = stored[1]
+    own = [name for name in methods & client.__dict__.keys() if entries or name not in _ENTRIES]
+    inherited = [name for name in names if entries or name not in _ENTRIES or original_of(kind) is not kind]
+    return next(iter((*inherited, *own)), "")
 
 
 def _check(layer: nn.Module, client: nn.Module) -> None:

@@ -107,7 +107,7 @@ def may_skip(module: nn.Module, kind: Any) -> bool:
 
     `kind` is the class that the layer made it of. Its attribute `own_forward` is the forward that the layer stands in for.
     """
-    if kind.forward is not kind.own_forward or type(module) is not kind or "forward" in module.__dict__:
+    if kind.forward is not kind.own_forward or type(module) is not kind or _has_own_call(module):
         return False
     return not has_hooks(module) and not has_global_hooks()
 
@@ -117,14 +117,32 @@ def _is_plain(module: nn.Module, kind: Any, forward: Any, known: frozenset[str])
     own = type(module)
     if own.forward is not forward and not _is_known(own, known):
         return False
-    if own is not kind and own.__call__ is not nn.Module.__call__:
-        return False
-    if "forward" in module.__dict__ or has_hooks(module) or has_global_hooks() or _has_function_modes():
+    if _has_own_call(module) or has_hooks(module) or has_global_hooks() or _has_function_modes():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
         return False  # torch.func and torch.jit take no autograd function of Python
-    weight = type(module.__dict__["_parameters"].get("weight"))
-    return weight in _TENSORS or _is_ordinary(weight)
+    return _is_plain_weight(module, "weight") and _is_plain_weight(module, "bias")
+
+
+def _is_plain_weight(module: nn.Module, name: str) -> bool:
+    """Return whether a weight is a plain tensor or None. It may be an attribute, as in replicas.
+
+    A parametrization computes it at each look, so the module is called.
+    """
+    own = module.__dict__
+    parameters = own["_parameters"]
+    weight = type(parameters[name] if name in parameters else own[name] if name in own else own["_buffers"].get(name, module))
+    return weight in _TENSORS or (issubclass(weight, Tensor) and _is_ordinary(weight))
+
+
+def _has_own_call(module: nn.Module) -> bool:
+    """Return whether a call of a module runs something else than the forward of its class: a method on the module itself, or
+    on its class in the place of torch's `__call__`, or compiled code.
+    """
+    own, kind = module.__dict__, type(module)
+    if "forward" in own or "_call_impl" in own or own.get("_compiled_call_impl") is not None:
+        return True
+    return kind.__call__ is not nn.Module.__call__ or kind._call_impl is not nn.Module._call_impl
 
 
 _FORWARDS: dict[Any, str] = {}

@@ -33,7 +33,7 @@ from evoattn.clients.calls import residues
 from evoattn.clients.graphs.call_kinds import Call, CallKind, addresses
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import Recorder
-from evoattn.clients.graphs.trees import NotCaptured, Spec, flat
+from evoattn.clients.graphs.trees import NotCaptured, Spec, flat, same_bits
 from evoattn.clients.site import Count, Site, named, repeated
 from evoattn.core import guards
 
@@ -282,12 +282,15 @@ class Steps:
         Its arguments have other values than those at the recording, so a recording that kept a value is found out.
         """
         device, recorder = call.tensors[0].device, self._recorder
+        before = [x.clone() for x in call.tensors]
         undrawn, start = recorder.random_state(device), recorder.seconds(device)
         result = self._original(module, *call.args, **call.kwargs)
         drawn, middle = recorder.random_state(device), recorder.seconds(device)
         if not known.is_left_alone():
             return result
         try:
+            if not all(map(same_bits, before, call.tensors)):  # written to where torch counts no versions
+                raise NotCaptured("it changes its arguments")
             recorder.set_random_state(device, undrawn)
             kind.replay(call.tensors, known.seen)  # the first one also loads the graph
             if not torch.equal(recorder.random_state(device), drawn):

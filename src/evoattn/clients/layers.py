@@ -17,7 +17,8 @@ from evoattn.nn import AttentionPairBias, Transition, TriangleMultiplication
 from evoattn.nn.known import LAYERS
 from evoattn.nn.known_blocks import BLOCKS
 from evoattn.nn.known_calls import ClientsOwn, UnknownArgument
-from evoattn.nn.replace import Replacement, Snapshot, by_name, overridden, positions
+from evoattn.nn.replace import Replacement, by_name, overridden, positions
+from evoattn.nn.snapshots import Snapshot
 
 FEW = 288
 """Residues below which blocks are left to clients: launching kernels takes longer there than running them.

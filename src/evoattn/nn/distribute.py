@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from evoattn.dispatch.distributed import Split, is_distributed
 from evoattn.nn.known_blocks import BLOCKS
-from evoattn.nn.replace import Replacement, by_name, check_methods, original_of, own_method, positions, subclass
+from evoattn.nn.replace import Replacement, by_name, positions, subclass
 from evoattn.nn.sharded import from_parts, like, local, with_full_parameters
+from evoattn.nn.snapshots import check_methods, original_of, own_method
 from evoattn.nn.submodules import has_hooks
 
 _ATTRIBUTE = "_evoattn_distributed"

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from evoattn.core.own_code import CALLS, called, methods, replaced_function
 from evoattn.nn.known import LAYERS
 from evoattn.nn.known_blocks import BLOCKS
 from evoattn.nn.known_calls import ClientsOwn, UnknownArgument
+from evoattn.nn.snapshots import ATTRIBUTE, Snapshot, check_methods, original_of, own_method
 from evoattn.nn.submodules import has_global_hooks, has_hooks
 
 _ENTRIES = {"forward", "__call__", "_call_impl"}
@@ -32,9 +32,6 @@ _ACTIVATIONS: dict[str, Any] = {
     "softmax": nn.Softmax,
 }
 """Classes of modules that no layer of `evoattn.nn` calls, by the names that clients give them."""
-
-_ATTRIBUTE = "_evoattn_replacement"
-"""The attribute of a replaced layer that holds its `Replacement`."""
 
 
 def replace(model: nn.Module) -> list[str]:
@@ -93,7 +90,7 @@ def replace(model: nn.Module) -> list[str]:
         raise ValueError(f"no layer of {type(model).__name__} is known: replace takes models of {clients}")
     for _, module, replacement in replacements:
         module.__class__ = _replaced(original_of(type(module)))
-        setattr(module, _ATTRIBUTE, replacement)
+        setattr(module, ATTRIBUTE, replacement)
     return [name for name, _, _ in replacements]
 
 
@@ -107,11 +104,6 @@ def _replacement_of(client: nn.Module, *, entries: bool) -> Replacement | None:
         raise
 
 
-def original_of(kind: type) -> type:
-    """The class that a layer had before it was replaced."""
-    return getattr(kind, "_evoattn_original", kind)  # type: ignore[no-any-return]
-
-
 @functools.cache
 def _replaced(original: Any) -> Any:
     """The subclass of a client's class whose forward is that of the replacement.
@@ -122,7 +114,7 @@ def _replaced(original: Any) -> Any:
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        replacement: Replacement | None = self.__dict__.get(_ATTRIBUTE)
+        replacement: Replacement | None = self.__dict__.get(ATTRIBUTE)
         if replacement is None or not replacement.snapshot.holds(self):
             replacement = _renew(self)
         if replacement.computes:
@@ -139,7 +131,7 @@ def _replaced(original: Any) -> Any:
 
     def reduce(self: Any, protocol: Any) -> Any:
         reduced: Any = object.__reduce_ex__(self, 2)
-        state = {name: x for name, x in reduced[2].items() if name != _ATTRIBUTE}
+        state = {name: x for name, x in reduced[2].items() if name != ATTRIBUTE}
         return (_new, (original,), state, *reduced[3:])
 
     def fill(self: Any, state: dict[str, Any]) -> None:
@@ -168,7 +160,7 @@ def _renew(client: nn.Module) -> Replacement:
         _tell(client, str(error))
     if renewed is None:
         renewed = Replacement(nn.Identity(), None, (), client)
-    client.__dict__[_ATTRIBUTE] = renewed
+    client.__dict__[ATTRIBUTE] = renewed
     return renewed
 
 
@@ -201,48 +193,6 @@ def by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any
     if twice:
         raise TypeError(f"the layer got two values for the argument {twice[0]!r}")
     return {**dict(zip(first, args, strict=True)), **kwargs}
-
-
-class Snapshot:
-    """The modules inside a client's layer, the settings of all of them, and the methods of their classes, as they were.
-
-    It does not hold the layer itself.
-    """
-
-    def __init__(self, client: nn.Module) -> None:
-        self._layer = _state(client)
-        self._inner = tuple((x, *_state(x)) for x in client.modules() if x is not client)
-        kinds: Any = dict.fromkeys(original_of(type(x)) for x in client.modules())
-        names = {kind: dict.fromkeys((*CALLS, *(name for _, name, _ in methods(kind)))) for kind in kinds}
-        self._methods = tuple((kind, name, getattr(kind, name)) for kind in kinds for name in names[kind])
-        functions = {(id(names), name): (names, name, x) for kind in kinds for names, name, x in called(kind)}
-        self._functions = tuple(functions.values())
-
-    def holds(self, client: nn.Module) -> bool:
-        """Return whether the layer still has the same modules with the same settings, and all of them the same methods."""
-        for module, children, settings, own_methods in ((client, *self._layer), *self._inner):
-            now, own = module._modules, module.__dict__
-            if len(now) != len(children):
-                return False
-            for name, child in children:
-                if now.get(name) is not child:
-                    return False
-            for name, x in settings:
-                if name not in own or own[name] != x:
-                    return False
-            for name, there in own_methods:
-                if (name in own) is not there:
-                    return False
-        for kind, name, method in self._methods:
-            if getattr(kind, name, None) is not method:
-                return False
-        return torch.compiler.is_compiling() or all(names.get(name) is x for names, name, x in self._functions)
-
-
-def _state(module: nn.Module) -> tuple[Any, ...]:
-    """The children of a module, its settings, and which methods of its class it has of its own."""
-    names = dict.fromkeys((*CALLS, *(name for _, name, _ in methods(original_of(type(module))))))
-    return tuple(module._modules.items()), _settings(module), tuple((name, name in module.__dict__) for name in names)
 
 
 class Replacement:
@@ -320,27 +270,6 @@ class Replacement:
         return forward(self.layer, client, **arguments) if self.is_block else forward(self.layer, **arguments)
 
 
-def own_method(module: nn.Module) -> str:
-    """The name of a method that stands on a module itself, in the place of one of its class, or ""."""
-    names = (*CALLS, *(name for _, name, _ in methods(original_of(type(module)))))
-    return next((name for name in names if name in module.__dict__), "")
-
-
-def check_methods(name: str, module: nn.Module) -> None:
-    """Raise ValueError if a program has replaced a method of a module's class, or a function that one calls.
-
-    Not while torch.compile traces, which cannot look into files.
-    """
-    if torch.compiler.is_compiling():
-        return
-    kind = original_of(type(module))
-    if function := replaced_function(kind):
-        raise ValueError(
-            f"{name or 'the layer'} is a {kind.__name__}, and a program has replaced {function} of {kind.__module__}, which "
-            "evoattn.nn would not call"
-        )
-
-
 def is_block(client: nn.Module) -> bool:
     """Return whether a module is a block of a client, whose layers are known too."""
     kind = _known(type(client))
@@ -353,14 +282,6 @@ def _layer_of(client: nn.Module) -> nn.Module:
     if replacement is None:
         raise ValueError(f"evoattn.nn has no {type(client).__name__}: keep the client's layers in the block, or leave it out")
     return replacement.layer
-
-
-def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """The numbers, strings and bools that a client's module was made with. torch's own modules are called as they are."""
-    if type(module).__module__.startswith("torch.nn.modules."):
-        return ()
-    kinds = (bool, int, float, str, type(None))
-    return tuple((name, x) for name, x in module.__dict__.items() if type(x) in kinds and name not in ("training", _ATTRIBUTE))
 
 
 def _name(kind: type) -> str:

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 Surrounding = Callable[[torch.device], contextlib.AbstractContextManager[Any]]
 """Makes a context for tensors of a device."""
@@ -41,7 +40,14 @@ MODES: dict[str, Surrounding] = {
 }
 """Modes that change no number."""
 
-COUNTERS: dict[str, Surrounding] = {"flop counter": lambda _: FlopCounterMode(display=False)}
+
+def _flop_counter(_: torch.device) -> contextlib.AbstractContextManager[Any]:
+    from torch.utils.flop_counter import FlopCounterMode  # it imports Triton
+
+    return FlopCounterMode(display=False)
+
+
+COUNTERS: dict[str, Surrounding] = {"flop counter": _flop_counter}
 """Modes that look at every module, so that layers call their sub-modules."""
 
 

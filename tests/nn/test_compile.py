@@ -317,6 +317,8 @@ def exported(row: Row, call: nn.Module, *, strict: bool) -> Any:
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 @each(slow=lambda row: row.large)
 def test_an_exported_program_takes_other_lengths(row: Row, strict: bool) -> None:
+    if "' block" in row.name.replace("'s", "'") and not strict:
+        pytest.skip("torch gives each module a class of its own then, so a replaced block runs the client's own forward")
     call = row.make()
     program = exported(row, call, strict=strict).module()
     for length in (SHORT, *OTHERS):

@@ -85,10 +85,15 @@ def drawn(layer: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_mask_that_shares_memory_with_z(view: str, compiled: bool) -> None:
     block = drawn(PairBlock(8, 8, 4, 2, 2))
+    torch.compiler.reset()  # torch reads another view of an argument that it overwrites where the first one was
     run = torch.compile(block, backend="aot_eager") if compiled else block
     z = torch.rand(1, 7, 7, 8) + 0.5
     with torch.no_grad():
         right = block(z.clone(), VIEWS[view](z).clone())
+        if compiled and view == "bits":
+            with pytest.raises(RuntimeError, match="input mutations on views with different dtypes"):
+                run(z, VIEWS[view](z), in_place=True)
+            return
         output = run(z, VIEWS[view](z), in_place=True)
     torch.testing.assert_close(output, right, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(z, right, rtol=1e-5, atol=1e-5)

@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.helpers.pages import BLOCK, ROOT
 
@@ -59,6 +60,14 @@ def test_example_prints_what_it_says(path: Path) -> None:
     assert words(done.stdout) == promised(path.read_text())
 
 
+@pytest.fixture
+def no_process_group() -> None:
+    """End the process group that torch's compiler, or a test that failed, left in this process. Pages start their own."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("no_process_group")
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_blocks_of_page_run(path: Path) -> None:
     page = path.read_text()

@@ -170,7 +170,7 @@ def test_the_cards_of_a_machine_know_what_their_plans_ask(monkeypatch: pytest.Mo
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
     pytest.importorskip("triton")
     from evoattn.backends.hopper import clusters
-    from evoattn.backends.triton import cards as of_triton
+    from evoattn.kit import cards as of_triton
 
     a100, h200 = (dataclasses.replace(cards_of(arch)[0], shared_memory=0, cache_bytes=0) for arch in ("sm_80", "sm_90"))
     cards = [a100, h200, h200]

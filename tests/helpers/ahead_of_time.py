@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from evoattn.backends.triton import cards
+from evoattn.kit import cards
 
 __all__ = ["COUNTS", "SHARED_LIMITS", "TARGETS", "TWINS", "Report", "ptxas", "report", "target"]
 

@@ -16,7 +16,6 @@ import torch
 
 from evoattn.backends.triton.forward_plan import tail as tail_of
 from evoattn.backends.triton.pair_in_order import strip_warps, strips
-from evoattn.backends.triton.strides import split
 from evoattn.backends.triton.tiles.backward import backward_tiles
 from evoattn.backends.triton.tiles.few import few_tiles
 from evoattn.backends.triton.tiles.forward import LEFT_OVER_WARPS, forward_tiles
@@ -25,6 +24,7 @@ from evoattn.core import tuned_tiles
 from evoattn.core.config import Config
 from evoattn.core.problem import Problem
 from evoattn.core.sizes import power_of_two
+from evoattn.kit.strides import split
 
 __all__ = ["CARDS", "Launched", "launches", "reachable"]
 

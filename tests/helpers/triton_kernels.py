@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("triton.runtime._async_compile", reason="no Triton, or one that compiles no kernel ahead")
 
 from evoattn.backends.triton.kernels import dkdv, dq, forward, key_bias, pair_copies, pair_gradient, statistics
-from evoattn.backends.triton.launch import Kernel
+from evoattn.kit.launch import Kernel
 
 KERNELS = [
     each

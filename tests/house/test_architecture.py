@@ -20,15 +20,16 @@ ARROWS: dict[str, set[str]] = {
     "compile": set(),
     "workloads": set(),
     "core": {"compile", "_version"},
-    "backends": {"compile", "core"},
+    "kit": {"core"},
+    "backends": {"compile", "core", "kit"},
     "dispatch": {"backends", "core"},
     "api": {"backends", "core", "dispatch"},
-    "fully_masked": {"backends", "core", "dispatch"},
-    "pair": {"backends", "core", "dispatch"},
+    "fully_masked": {"core", "dispatch", "kit"},
+    "pair": {"core", "dispatch", "kit"},
     "compat": {"api", "core", "dispatch", "fully_masked", "pair"},
-    "nn": {"api", "backends", "core", "dispatch", "fully_masked", "pair"},
+    "nn": {"api", "core", "dispatch", "fully_masked", "kit", "pair"},
     "clients": {"compat", "core", "dispatch", "nn"},
-    "testing": {"api", "backends", "compile", "core", "dispatch", "nn", "pair", "workloads"},
+    "testing": {"api", "compile", "core", "dispatch", "nn", "pair", "workloads"},
     "__init__": {"_version", "api", "clients", "core"},
     "bench": {"__init__", "_version", "api", "backends", "core", "dispatch", "nn", "testing", "workloads"},
     "cli": {
@@ -41,6 +42,7 @@ ARROWS: dict[str, set[str]] = {
         "compile",
         "core",
         "dispatch",
+        "kit",
         "testing",
         "workloads",
     },
@@ -80,6 +82,19 @@ def test_imports_follow_the_arrows(path: pathlib.Path) -> None:
         assert target_room == importer or target_room in ARROWS[importer] or (name == "evoattn" and importer != "__init__"), (
             f"{importer} may not import {name}"
         )
+
+
+MEASURED = ("cli/warm/cards.py", "evoattn.backends.hopper")
+"""The file that measures this machine's card for later processes, and the backend that has such a measurement."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_room_but_dispatch_imports_into_a_backend(path: pathlib.Path) -> None:
+    """Other rooms see the protocol, `evoattn.backends`. What they share with a backend is in `kit`."""
+    inside = {".".join(name.split(".")[:3]) for name in imported(path) if set(name.split(".")[2:3]) & {*BACKENDS}}
+    if str(path.relative_to(PACKAGE)) == MEASURED[0]:
+        inside.remove(MEASURED[1])
+    assert room(path) in ("backends", "dispatch") or not inside, f"{path.name} imports {inside}"
 
 
 OF_BACKENDS = [path for path in FILES if room(path) == "backends" and path != PACKAGE / "backends" / "__init__.py"]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from evoattn.backends import AUTO_ORDER
-from evoattn.backends.triton.tiles.few import few_tiles
 from evoattn.bench import attentions
 from evoattn.bench.budget import Budget
 from evoattn.bench.clock import Clock
@@ -103,8 +102,8 @@ def tune(
         # The first of auto's that takes the problem and has tiles to choose: one with fixed tiles refuses even its own.
         for name in AUTO_ORDER:
             chosen = attentions.explanation(inputs, name)
-            if name == "triton" and chosen.config is not None and few_tiles("forward", chosen.problem, Config()) is not None:
-                return  # few queries and few keys: kernels that ask no table
+            if name == "triton" and chosen.config is not None and chosen.config.block_q is None:
+                return  # few queries and few keys: kernels that have no tiles of queries, and ask no table
             if chosen.config is not None and not refusals(name, chosen.problem, chosen.config):
                 break
         else:

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from evoattn.backends.triton.arguments import Constant, Inner, Number, Pointer, kernel
-from evoattn.backends.triton.kernels.primitives import at, load_tile, sigmoid, store_tile
-from evoattn.backends.triton.launch import Kernel, launch_kernel
 from evoattn.core.sizes import power_of_two
+from evoattn.kit.arguments import Constant, Inner, Number, Pointer, kernel
+from evoattn.kit.launch import Kernel, launch_kernel
+from evoattn.kit.primitives import at, load_tile, sigmoid, store_tile
 
 _FLAGS = 128
 """Rows whose weights `pairs_kernel` reads at a time."""

@@ -203,9 +203,9 @@ def normalise(
         The normalised rows `[R, C]`, then the mean and 1 / standard deviation of each row, for the backward.
     """
     if has_kernel(rows):
-        from evoattn.nn import norm_kernels
+        from evoattn.kit import norm
 
-        return norm_kernels.normalise(rows, weight, bias, eps, dtype)
+        return norm.normalise(rows, weight, bias, eps, dtype)
     sum_dtype = accumulate_dtype(rows.dtype)
     weight, bias = (None if x is None else x.to(sum_dtype) for x in (weight, bias))
     normed, mean, rstd = torch.native_layer_norm(rows.to(sum_dtype), rows.shape[-1:], weight, bias, eps)
@@ -226,9 +226,9 @@ def normalise_backward(
     `d_normed` is the cotangent of the normalised rows `[R, C]`. Other tensors are those that `normalise` took and returned.
     """
     if has_kernel(rows):
-        from evoattn.nn import norm_kernels
+        from evoattn.kit import norm
 
-        return norm_kernels.normalise_backward(d_normed, rows, mean, rstd, weight, bias, needs)
+        return norm.normalise_backward(d_normed, rows, mean, rstd, weight, bias, needs)
     sum_dtype = accumulate_dtype(rows.dtype)
     affine = [None if x is None else x.to(sum_dtype) for x in (weight, bias)]
     gradients = torch.ops.aten.native_layer_norm_backward(

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from evoattn.backends.triton import cards
-from evoattn.backends.triton.cards import split_precision
-from evoattn.backends.triton.launch import Kernel, launch_kernel
 from evoattn.core.devices import constant
 from evoattn.core.sizes import power_of_two
+from evoattn.kit import cards
+from evoattn.kit.cards import split_precision
+from evoattn.kit.launch import Kernel, launch_kernel
 
 
 class Tile(NamedTuple):

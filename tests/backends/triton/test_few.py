@@ -11,11 +11,11 @@ pytest.importorskip("triton")
 from evoattn.backends import Cotangents, Description, Inputs, Outputs
 from evoattn.backends import triton as backend
 from evoattn.backends.triton.kernels import few
-from evoattn.backends.triton.launch import Kernel, Launch
-from evoattn.backends.triton.strides import Strided, grain, strided, units
 from evoattn.backends.triton.tiles.few import FewTiles, few_tiles
 from evoattn.core.config import Config
 from evoattn.core.problem import Problem
+from evoattn.kit.launch import Kernel, Launch
+from evoattn.kit.strides import Strided, grain, strided, units
 
 POINT = Problem("cuda", (9, 0), torch.bfloat16, b=1, n=16384, h=4, lq=1, lk=4, d=16, c=16, mask=True)
 ALL = (*(True,) * 5, False)

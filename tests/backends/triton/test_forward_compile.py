@@ -14,10 +14,10 @@ import triton
 
 from evoattn.backends import Inputs, Outputs
 from evoattn.backends import triton as backend
-from evoattn.backends.triton import cards
 from evoattn.backends.triton.tiles.forward import forward_shared_bytes, forward_tiles
 from evoattn.core.config import Config
 from evoattn.core.problem import Problem
+from evoattn.kit import cards
 from tests.helpers.ahead_of_time import COUNTS, SHARED_LIMITS, TARGETS, TWINS, Report, report, target
 
 ROOM = 1.03

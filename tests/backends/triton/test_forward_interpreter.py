@@ -29,12 +29,13 @@ else:
     interpreter.patch()
 
     from evoattn import evoformer_attention, explain, testing
-    from evoattn.backends.triton import cards, forward_plan
-    from evoattn.backends.triton import overlap as overlap_module
+    from evoattn.backends.triton import forward_plan
     from evoattn.backends.triton.kernels.key_bias import plan_key_bias
-    from evoattn.backends.triton.overlap import overlap
-    from evoattn.backends.triton.strides import split
     from evoattn.core.config import Config
+    from evoattn.kit import cards
+    from evoattn.kit import overlap as overlap_module
+    from evoattn.kit.overlap import overlap
+    from evoattn.kit.strides import split
 
     pytestmark = [
         pytest.mark.usefixtures("poisoned"),

@@ -26,10 +26,10 @@ else:
     import evoattn
     from evoattn.backends import GATED_BACKWARD, GATED_FORWARD, Cotangents
     from evoattn.backends import triton as backend
-    from evoattn.backends.triton import strides
     from evoattn.backends.triton.kernels import few
     from evoattn.core.config import Config
     from evoattn.core.layouts import empty_outputs
+    from evoattn.kit import strides
     from tests.helpers.gates import ALL, ONLY_GATE, Gated
 
     pytestmark = [

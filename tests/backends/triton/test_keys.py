@@ -8,7 +8,6 @@ pytest.importorskip("triton.runtime._async_compile", reason="no Triton, or one w
 
 from triton.runtime.jit import JITFunction
 
-from evoattn.backends.triton import overlap
 from evoattn.backends.triton.kernels import (
     backward,
     dkdv,
@@ -18,10 +17,10 @@ from evoattn.backends.triton.kernels import (
     key_bias,
     pair_copies,
     pair_gradient,
-    primitives,
     statistics,
 )
-from evoattn.backends.triton.launch import Kernel, settle_key
+from evoattn.kit import overlap, primitives
+from evoattn.kit.launch import Kernel, settle_key
 
 MODULES = (backward, dkdv, dq, few, forward, overlap, pair_copies, pair_gradient, primitives, key_bias, statistics)
 KERNELS = list(dict.fromkeys(x.jitted for module in MODULES for x in vars(module).values() if isinstance(x, Kernel)))

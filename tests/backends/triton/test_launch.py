@@ -18,12 +18,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from evoattn.backends import Cotangents, Inputs, Outputs
 from evoattn.backends import triton as backend
-from evoattn.backends.triton import backward_launches, backward_plan, cards, launch, pair_in_order, strides
-from evoattn.backends.triton.launch import Kernel, Launch
+from evoattn.backends.triton import backward_launches, backward_plan, pair_in_order
 from evoattn.backends.triton.pair_in_order import rows_of_a_turn, shares
-from evoattn.backends.triton.strides import strided
 from evoattn.core.config import Config
 from evoattn.core.problem import describe
+from evoattn.kit import cards, launch, strides
+from evoattn.kit.launch import Kernel, Launch
+from evoattn.kit.strides import strided
 
 
 @pytest.mark.parametrize(

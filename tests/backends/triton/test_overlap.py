@@ -17,11 +17,12 @@ pytest.importorskip("triton")
 
 from evoattn.backends import Cotangents, Inputs, Outputs
 from evoattn.backends import triton as backend
-from evoattn.backends.triton import backward_plan, cards, forward_plan, pair_in_order
+from evoattn.backends.triton import backward_plan, forward_plan, pair_in_order
 from evoattn.backends.triton.kernels.pair_gradient import pair_gradient_kernel
-from evoattn.backends.triton.launch import Kernel, Launch
-from evoattn.backends.triton.overlap import OVERLAPS, overlap
 from evoattn.core.config import Config
+from evoattn.kit import cards
+from evoattn.kit.launch import Kernel, Launch
+from evoattn.kit.overlap import OVERLAPS, overlap
 from tests.helpers.ahead_of_time import target
 
 pytestmark = pytest.mark.skipif(not OVERLAPS, reason="launches do not overlap with this Triton")

@@ -27,7 +27,7 @@ def problems() -> list[Problem]:
     if not torch.cuda.is_available():
         return []
     pytest.importorskip("triton")
-    from evoattn.backends.triton import cards
+    from evoattn.kit import cards
     from tests.helpers.reachable import reachable
 
     device = torch.device("cuda", torch.cuda.current_device())

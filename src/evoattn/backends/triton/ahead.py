@@ -29,9 +29,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from evoattn.backends import Needed, Plan
-from evoattn.backends.triton import launch
 from evoattn.compile.workers import Task
 from evoattn.core import devices
+from evoattn.kit import launch
 
 Make = Callable[[], tuple[Plan, tuple[Any, ...]]]
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from evoattn.backends.triton import cards
-from evoattn.backends.triton.arguments import Sizes, view
 from evoattn.backends.triton.kernels.backward import PAD, CallConstants, Stats
 from evoattn.backends.triton.kernels.key_bias import KeyBias, key_bias_views, plan_key_bias
 from evoattn.backends.triton.kernels.statistics import GateTensors
-from evoattn.backends.triton.strides import Strided, contiguous, grain, is_long, strided
 from evoattn.backends.triton.tiles.backward import BackwardTiles
 from evoattn.backends.triton.tiles.limits import Tiles
 from evoattn.core import layouts
 from evoattn.core.inputs import Cotangents, Inputs, Outputs
 from evoattn.core.problem import Problem
 from evoattn.core.sizes import power_of_two
+from evoattn.kit import cards
+from evoattn.kit.arguments import Sizes, view
+from evoattn.kit.strides import Strided, contiguous, grain, is_long, strided
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,17 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evoattn.backends.triton import cards
-from evoattn.backends.triton.arguments import lse_view, pair_view, view
 from evoattn.backends.triton.backward_call import BackwardCall, round_up
 from evoattn.backends.triton.kernels import dkdv, dq
 from evoattn.backends.triton.kernels.dkdv import dkdv_kernel
 from evoattn.backends.triton.kernels.dq import dq_kernel
 from evoattn.backends.triton.kernels.key_bias import key_bias_views
-from evoattn.backends.triton.launch import Launch
 from evoattn.backends.triton.pair_plan import PairBias
-from evoattn.backends.triton.strides import Strided, contiguous, empty, grain
 from evoattn.core.problem import Problem
+from evoattn.kit import cards
+from evoattn.kit.arguments import lse_view, pair_view, view
+from evoattn.kit.launch import Launch
+from evoattn.kit.strides import Strided, contiguous, empty, grain
 
 _WARPGROUP = 4
 """Hopper multiplies by wgmma if a program has this many warps. A start value of the accumulators costs time then, else none."""

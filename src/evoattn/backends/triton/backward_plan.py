@@ -19,22 +19,22 @@ import torch
 from torch import Tensor
 
 from evoattn.backends import GATED_BACKWARD, Description, Plan
-from evoattn.backends.triton import cards
 from evoattn.backends.triton.backward_call import BackwardCall, describe_call, gate_pass, round_up
 from evoattn.backends.triton.backward_launches import MaskGradient, plan_dkdv, plan_dq, plan_mask_gradient, writes_statistics
 from evoattn.backends.triton.kernels.backward import PAD
 from evoattn.backends.triton.kernels.few import plan_backward_few
 from evoattn.backends.triton.kernels.statistics import plan_statistics
-from evoattn.backends.triton.launch import Launch
-from evoattn.backends.triton.overlap import overlap
 from evoattn.backends.triton.pair_plan import PairBias, plan_pair
-from evoattn.backends.triton.strides import contiguous, empty, strided
 from evoattn.backends.triton.tiles.backward import backward_tiles
 from evoattn.backends.triton.tiles.few import few_tiles
 from evoattn.core import tuned_tiles
 from evoattn.core.config import Config
 from evoattn.core.inputs import Cotangents, Inputs, Outputs
 from evoattn.core.problem import Needs, describe
+from evoattn.kit import cards
+from evoattn.kit.launch import Launch
+from evoattn.kit.overlap import overlap
+from evoattn.kit.strides import contiguous, empty, strided
 
 Gradients = tuple[Tensor | None, ...]
 """dq, dk, dv and dgate; None for one that is not wanted."""

@@ -7,15 +7,10 @@ import functools
 import importlib.util
 
 from evoattn.backends import GATED_FORWARD, Description, Plan
-from evoattn.backends.triton import cards
-from evoattn.backends.triton.arguments import Sizes, pair_view, view
 from evoattn.backends.triton.kernels.few import plan_forward_few
 from evoattn.backends.triton.kernels.forward import Variant, forward_kernel
 from evoattn.backends.triton.kernels.key_bias import KeyBias, key_bias_views, plan_key_bias
 from evoattn.backends.triton.kernels.pair_copies import COPIED, aligned_copy, needs_copy
-from evoattn.backends.triton.launch import Launch, tensor_map
-from evoattn.backends.triton.overlap import overlap
-from evoattn.backends.triton.strides import Strided, empty, grain, is_long, loads_vectors, split, strided
 from evoattn.backends.triton.tiles.few import few_tiles
 from evoattn.backends.triton.tiles.forward import LEFT_OVER_WARPS, forward_tiles
 from evoattn.backends.triton.tiles.limits import Tiles
@@ -24,6 +19,11 @@ from evoattn.core.config import Config
 from evoattn.core.inputs import Inputs, Outputs
 from evoattn.core.problem import Problem, describe
 from evoattn.core.sizes import MIN_TILE, power_of_two
+from evoattn.kit import cards
+from evoattn.kit.arguments import Sizes, pair_view, view
+from evoattn.kit.launch import Launch, tensor_map
+from evoattn.kit.overlap import overlap
+from evoattn.kit.strides import Strided, empty, grain, is_long, loads_vectors, split, strided
 
 HAS_TENSOR_MAPS = importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
 """True if this Triton has descriptors that the host makes; 3.3, which goes with torch 2.7, has none."""

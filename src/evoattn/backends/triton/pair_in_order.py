@@ -9,17 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evoattn.backends.triton.arguments import RowView, pair_view
 from evoattn.backends.triton.backward_call import BackwardCall, round_up
-from evoattn.backends.triton.cards import cache_bytes, programs_at_once
 from evoattn.backends.triton.kernels.backward import PAD
 from evoattn.backends.triton.kernels.key_bias import plan_row_spans
 from evoattn.backends.triton.kernels.pair_gradient import Grid, Variant, pair_gradient_kernel, plan_total
-from evoattn.backends.triton.launch import Launch
-from evoattn.backends.triton.strides import Strided, contiguous, empty, grain, split
 from evoattn.backends.triton.tiles.limits import Tiles, most_warps
 from evoattn.core.problem import Problem
 from evoattn.core.sizes import SHORT
+from evoattn.kit.arguments import RowView, pair_view
+from evoattn.kit.cards import cache_bytes, programs_at_once
+from evoattn.kit.launch import Launch
+from evoattn.kit.strides import Strided, contiguous, empty, grain, split
 
 _MOST_SPLITS = 8
 """Shares of the rows n, each with a float32 pair-bias gradient of its own: what they cost in memory stays small."""

@@ -16,10 +16,10 @@ from torch import Tensor
 from evoattn.backends.triton.backward_call import BackwardCall, round_up
 from evoattn.backends.triton.kernels.backward import PAD
 from evoattn.backends.triton.kernels.pair_copies import COPIED, ROWS_WORTH_A_COPY, plan_pack
-from evoattn.backends.triton.launch import Launch
 from evoattn.backends.triton.pair_in_order import InOrder, plan_in_order
-from evoattn.backends.triton.strides import Strided, contiguous, empty, loads_vectors
 from evoattn.backends.triton.tiles.limits import Tiles
+from evoattn.kit.launch import Launch
+from evoattn.kit.strides import Strided, contiguous, empty, loads_vectors
 
 _SMALL = 100
 """A copy of the pair bias that needs its own memory may be one hundredth as large as the outputs."""

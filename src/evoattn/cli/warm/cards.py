@@ -78,7 +78,7 @@ def local_cards() -> tuple[Card, ...]:
 def _complete(known: Card, device: torch.device) -> Card:
     """The card with all facts that its plans ask for: workers see no GPU and cannot ask it."""
     if installed("triton"):
-        from evoattn.backends.triton import cards
+        from evoattn.kit import cards
 
         shared, cache = cards.shared_memory_limit(device), cards.cache_bytes(device)
         known = dataclasses.replace(known, shared_memory=shared, cache_bytes=cache)

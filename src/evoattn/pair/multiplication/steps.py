@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.backends.triton.cards import shared_memory_limit
 from evoattn.core.sizes import power_of_two
 from evoattn.dispatch.distributed import Split
+from evoattn.kit.cards import shared_memory_limit
 from evoattn.pair.checking import cast_gradients, result_dtype
 from evoattn.pair.launching import Tile, norm_parameters, or_zeros, start
 from evoattn.pair.multiplication import kernels, products

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from evoattn.backends.triton.launch import Kernel
+from evoattn.kit.launch import Kernel
 from evoattn.pair.lang import affine, load_rows, load_vector, load_weight, normalise, product, sigmoid
 
 

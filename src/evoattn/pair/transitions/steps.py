@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from evoattn.backends.triton import cards
 from evoattn.core.sizes import power_of_two
+from evoattn.kit import cards
 from evoattn.pair.checking import cast_gradients, result_dtype
 from evoattn.pair.launching import Tile, norm_parameters, or_zeros, start
 from evoattn.pair.transitions import kernels

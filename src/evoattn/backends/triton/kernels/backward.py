@@ -8,8 +8,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from evoattn.backends.triton.arguments import Number, Pointer
-from evoattn.backends.triton.kernels.primitives import DISTANT, LOG2E, scores, sigmoid
+from evoattn.kit.arguments import Number, Pointer
+from evoattn.kit.primitives import DISTANT, LOG2E, scores, sigmoid
 
 PAD = 16
 """Padded lengths are multiples of this. Kernels take them, and strides over them, in units of it, so that loads are aligned."""

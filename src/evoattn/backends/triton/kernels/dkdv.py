@@ -6,9 +6,10 @@ from collections import namedtuple
 
 import triton.language as tl
 
-from evoattn.backends.triton.arguments import Number, PairView, Pointer, RowView, Sizes, View, kernel
 from evoattn.backends.triton.kernels.backward import PADDED, CallConstants, Stats
-from evoattn.backends.triton.kernels.primitives import (
+from evoattn.kit.arguments import Number, PairView, Pointer, RowView, Sizes, View, kernel
+from evoattn.kit.overlap import wait_to_load, wait_to_store
+from evoattn.kit.primitives import (
     LOG2E,
     at,
     decode,
@@ -19,7 +20,6 @@ from evoattn.backends.triton.kernels.primitives import (
     scores,
     store_view,
 )
-from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 
 Variant = namedtuple(
     "Variant",

@@ -9,10 +9,10 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from evoattn.backends.triton.arguments import Number, PairView, Pointer, RowView, Sizes, View, kernel
 from evoattn.backends.triton.kernels.backward import PADDED, CallConstants, Stats, score_gradient, store_statistics
-from evoattn.backends.triton.kernels.primitives import LOG2E, at, load_tile, load_view, measured, offsets, pair_at, store_tile
-from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
+from evoattn.kit.arguments import Number, PairView, Pointer, RowView, Sizes, View, kernel
+from evoattn.kit.overlap import wait_to_load, wait_to_store
+from evoattn.kit.primitives import LOG2E, at, load_tile, load_view, measured, offsets, pair_at, store_tile
 
 Variant = namedtuple(
     "Variant",

@@ -18,14 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from evoattn.backends.triton.arguments import Inner, Number, Pointer, View, kernel, lse_view, view
 from evoattn.backends.triton.kernels.backward import gate_gradient, without_empty_queries
 from evoattn.backends.triton.kernels.key_bias import key_bias_tile
-from evoattn.backends.triton.kernels.primitives import FLOOR, LOG2E, finish, load_tile, offsets, sigmoid
-from evoattn.backends.triton.strides import Strided, contiguous, grain, strided, strides
 from evoattn.backends.triton.tiles.few import FewTiles
 from evoattn.core.inputs import Cotangents, Inputs, Outputs
 from evoattn.core.sizes import power_of_two
+from evoattn.kit.arguments import Inner, Number, Pointer, View, kernel, lse_view, view
+from evoattn.kit.primitives import FLOOR, LOG2E, finish, load_tile, offsets, sigmoid
+from evoattn.kit.strides import Strided, contiguous, grain, strided, strides
 
 
 class FewSizes(NamedTuple):

@@ -7,8 +7,9 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from evoattn.backends.triton.arguments import Number, PairView, Pointer, RowView, Sizes, View, kernel
-from evoattn.backends.triton.kernels.primitives import (
+from evoattn.kit.arguments import Number, PairView, Pointer, RowView, Sizes, View, kernel
+from evoattn.kit.overlap import wait_to_load, wait_to_store
+from evoattn.kit.primitives import (
     FLOOR,
     LN2,
     LOG2E,
@@ -28,7 +29,6 @@ from evoattn.backends.triton.kernels.primitives import (
     sigmoid,
     store_tile,
 )
-from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 
 MOST_TRUSTED = tl.constexpr(256.0)
 """If a query's largest score is beyond this, in log2 units, its pair bias may have rounded all scores away: repeat them."""

@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from evoattn.backends.triton.arguments import Constant, Number, Pointer, RowView, kernel, row_view
-from evoattn.backends.triton.cards import folds
-from evoattn.backends.triton.kernels.primitives import natural
-from evoattn.backends.triton.launch import Launch
-from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
-from evoattn.backends.triton.strides import Strided, contiguous, empty, strided, strides
 from evoattn.core.numerics import LOG2E
+from evoattn.kit.arguments import Constant, Number, Pointer, RowView, kernel, row_view
+from evoattn.kit.cards import folds
+from evoattn.kit.launch import Launch
+from evoattn.kit.overlap import wait_to_load, wait_to_store
+from evoattn.kit.primitives import natural
+from evoattn.kit.strides import Strided, contiguous, empty, strided, strides
 
 PADDING = 128
 """The key bias is padded with -inf to a multiple of this, the widest key tile, so that no kernel masks its loads."""

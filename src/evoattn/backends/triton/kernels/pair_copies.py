@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from evoattn.backends.triton.arguments import Constant, Number, PairView, Pointer, kernel, pair_view
 from evoattn.backends.triton.kernels.backward import PAD, PADDED
-from evoattn.backends.triton.kernels.primitives import decode
-from evoattn.backends.triton.launch import Launch
-from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
-from evoattn.backends.triton.strides import Strided, grain, loads_vectors
+from evoattn.kit.arguments import Constant, Number, PairView, Pointer, kernel, pair_view
+from evoattn.kit.launch import Launch
+from evoattn.kit.overlap import wait_to_load, wait_to_store
+from evoattn.kit.primitives import decode
+from evoattn.kit.strides import Strided, grain, loads_vectors
 
 _ALIGNMENT = 16
 """The keys of each query of a copy start on multiples of so many elements."""

@@ -10,12 +10,12 @@ from collections import namedtuple
 
 import triton.language as tl
 
-from evoattn.backends.triton.arguments import Constant, Number, PairView, Pointer, RowView, Sizes, View, kernel
 from evoattn.backends.triton.kernels.backward import PADDED, CallConstants, Stats, score_gradient
-from evoattn.backends.triton.kernels.primitives import LOG2E, at, decode, load_tile, load_view, measured, offsets, pair_at
-from evoattn.backends.triton.launch import Launch
-from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
-from evoattn.backends.triton.strides import Strided
+from evoattn.kit.arguments import Constant, Number, PairView, Pointer, RowView, Sizes, View, kernel
+from evoattn.kit.launch import Launch
+from evoattn.kit.overlap import wait_to_load, wait_to_store
+from evoattn.kit.primitives import LOG2E, at, decode, load_tile, load_view, measured, offsets, pair_at
+from evoattn.kit.strides import Strided
 
 _AT_ONCE = (1, 8, 16)
 _TILE_Q = 16

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from evoattn.backends.triton.arguments import Number, Pointer, View, kernel, lse_view, view
 from evoattn.backends.triton.kernels.backward import PAD, PADDED, Stats, gate_gradient, store_statistics
-from evoattn.backends.triton.kernels.primitives import at, decode, load_view, offsets, sigmoid, store_view
-from evoattn.backends.triton.launch import Launch
-from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
-from evoattn.backends.triton.strides import Strided, grain, is_long
 from evoattn.core.sizes import power_of_two
+from evoattn.kit.arguments import Number, Pointer, View, kernel, lse_view, view
+from evoattn.kit.launch import Launch
+from evoattn.kit.overlap import wait_to_load, wait_to_store
+from evoattn.kit.primitives import at, decode, load_view, offsets, sigmoid, store_view
+from evoattn.kit.strides import Strided, grain, is_long
 
 _STATISTICS_ROWS = 64
 _GATE_ELEMENTS = 2048

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from evoattn.nn import norm_kernels
+from evoattn.kit import norm
 from tests.helpers.ahead_of_time import TARGETS, report, target
 
 QUICK = ("sm_90", "gfx942")
@@ -25,8 +25,8 @@ def test_registers_and_loads(arch: str, channels: int) -> None:
     x, dy = torch.empty(4096, channels), torch.empty(4096, channels, dtype=torch.bfloat16)
     scale, shift = torch.empty(2, channels)
     with target(arch) as compiled:
-        _, mean, rstd = norm_kernels.normalise(x, scale, shift, 1e-5, torch.bfloat16)
-        norm_kernels.normalise_backward(dy, x, mean, rstd, scale, shift, (True, True, True))
+        _, mean, rstd = norm.normalise(x, scale, shift, 1e-5, torch.bfloat16)
+        norm.normalise_backward(dy, x, mean, rstd, scale, shift, (True, True, True))
     assert [kernel.metadata.name for kernel in compiled] == ["norm_kernel", "norm_backward_kernel"]
     for kernel in compiled:
         output = report(kernel)

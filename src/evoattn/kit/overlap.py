@@ -28,8 +28,8 @@ import torch
 import triton
 import triton.language as tl
 
-from evoattn.backends.triton import cards
-from evoattn.backends.triton.launch import Launch
+from evoattn.kit import cards
+from evoattn.kit.launch import Launch
 
 OVERLAPS = hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
 """True if this Triton has the two instructions; 3.3, which goes with torch 2.7, has not."""

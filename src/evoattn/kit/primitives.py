@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from evoattn.backends.triton.arguments import PairView, RowView, View
 from evoattn.core import numerics
+from evoattn.kit.arguments import PairView, RowView, View
 
 LOG2E, LN2, NEAR = tl.constexpr(numerics.LOG2E), tl.constexpr(numerics.LN2), tl.constexpr(numerics.NEAR)
 DISTANT = tl.constexpr(3e38)

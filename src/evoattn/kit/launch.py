@@ -12,8 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from evoattn.backends.triton.cards import on_amd
-from evoattn.backends.triton.strides import Strided
+from evoattn.kit.cards import on_amd
+from evoattn.kit.strides import Strided
 
 _OPTIONS = {"enable_fp_fusion": True}
 """Compiler options of every kernel. Triton 3.9 warns that products and sums will not be fused by default from 3.10 on."""

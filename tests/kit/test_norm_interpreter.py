@@ -31,7 +31,8 @@ else:
 
     interpreter.patch()
 
-    from evoattn.nn import TriangleAttention, norm_kernels, project
+    from evoattn.kit import norm
+    from evoattn.nn import TriangleAttention, project
     from evoattn.testing import relative_error
 
     pytestmark = pytest.mark.usefixtures("poisoned")
@@ -50,7 +51,7 @@ else:
         expected = F.layer_norm(leaves[0], shape[1:], leaves[1], leaves[2])
         expected = [expected, *torch.autograd.grad(expected, leaves, dy.double())]
         errors = []
-        for module in (norm_kernels, project):
+        for module in (norm, project):
             output, mean, rstd = module.normalise(x, scale, shift, 1e-5, out)
             actual = [output, *module.normalise_backward(dy, x, mean, rstd, scale, shift, (True, True, True))]
             assert [t.dtype for t in actual] == [out, dtype, torch.float32, torch.float32]
@@ -63,18 +64,18 @@ else:
     def test_rows_of_equal_channels(channels: int) -> None:
         """Their norm is 0, although their mean is a rounded sum."""
         x = (100 * torch.randn(20, 1, generator=torch.Generator().manual_seed(0))).expand(20, channels).contiguous()
-        output, mean, _ = norm_kernels.normalise(x, None, None, 1e-5, torch.float32)
+        output, mean, _ = norm.normalise(x, None, None, 1e-5, torch.float32)
         assert not output.any() and torch.equal(mean, x[:, :1])
 
     def test_strided_rows_and_several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         """Each program goes through more than one tile, and the last tile is not full."""
-        monkeypatch.setattr(norm_kernels, "processors", lambda device: 1)
+        monkeypatch.setattr(norm, "processors", lambda device: 1)
         torch.manual_seed(0)
         x, dy = torch.randn(300, 70)[:, 3:67], torch.randn(300, 64)
         scale, shift = torch.randn(2, 64)
         for needs in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
             results = []
-            for module in (norm_kernels, project):
+            for module in (norm, project):
                 output, mean, rstd = module.normalise(x, scale, shift, 1e-5, torch.float32)
                 results.append([output, *module.normalise_backward(dy, x, mean, rstd, scale, shift, needs)])
             for a, b in zip(*results, strict=True):
@@ -87,7 +88,7 @@ else:
         torch.manual_seed(0)
         x, dy, scale = torch.randn(9, 24), torch.randn(9, 24), torch.randn(24) if scaled else None
         results = []
-        for module in (norm_kernels, project):
+        for module in (norm, project):
             output, mean, rstd = module.normalise(x, scale, None, 1e-5, torch.float32)
             results.append(
                 [output, *module.normalise_backward(dy, x, mean, rstd, scale, None, (True, scaled, False))[: 1 + scaled]]

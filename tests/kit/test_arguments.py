@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 
-from evoattn.backends.triton.arguments import Constant, Inner, Number, Pointer, View, kernel, view
-from evoattn.backends.triton.strides import contiguous
+from evoattn.kit.arguments import Constant, Inner, Number, Pointer, View, kernel, view
+from evoattn.kit.strides import contiguous
 
 
 class Sizes(NamedTuple):

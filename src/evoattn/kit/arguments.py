@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 import triton
 import triton.language as tl
 
-from evoattn.backends.triton.launch import Kernel, Launch
-from evoattn.backends.triton.strides import Strided, strides, units
+from evoattn.kit.launch import Kernel, Launch
+from evoattn.kit.strides import Strided, strides, units
 
 if TYPE_CHECKING:
     Pointer = Any  # Triton's values have no types outside of its compiler

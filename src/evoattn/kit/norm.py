@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from evoattn.backends.triton.launch import Kernel, launch_kernel
 from evoattn.core.devices import processors
 from evoattn.core.sizes import power_of_two
+from evoattn.kit.launch import Kernel, launch_kernel
 
 _TILE = 4096
 """Elements of a forward tile, 32 for each thread."""

@@ -8,6 +8,8 @@
     python3 dev.py lint    lint and format alone, of all files or of those that are named
     python3 dev.py docs    build the documentation
     python3 dev.py bench   speed, memory and error next to every peer that is installed
+    python3 dev.py bench layers  whole layers; `sharded`: a block over several GPUs; `bounds`: kernels that leave out biases;
+                           `ceilings RECORD`: the rates of the device, into a record
     python3 dev.py figures the pictures and tables of the pages, from the committed results
     python3 dev.py goals   the ratios that the project holds itself to on a CPU
     python3 dev.py proofs OUT  all machine code and launches as text, and compare BEFORE AFTER
@@ -57,6 +59,14 @@ COMMANDS: dict[str, list[list[str]]] = {
     "instructions": [["python", "-m", "tests.helpers.instructions"]],
     "proofs": [["python", str(ROOT / "tools" / "proofs")]],
 }
+
+BENCHMARKS = {
+    "layers": "layer_times.py",
+    "sharded": "sharded_times.py",
+    "bounds": "bounds.py",
+    "ceilings": "ceilings.py",
+}
+"""The scripts of benchmarks/ that `bench NAME` runs."""
 
 WHERE_CALLED = ("demo", "doctor", "bench", "proofs")
 """Commands whose arguments name files of the caller."""
@@ -146,9 +156,13 @@ def main(arguments: list[str]) -> None:
         print(__doc__.strip())
         sys.exit(0 if arguments in (["-h"], ["--help"]) else 2)
     programs = set_up(ENVIRONMENT)
-    folder = pathlib.Path.cwd() if arguments[0] in WHERE_CALLED else ROOT
-    for tool, *options in COMMANDS[arguments[0]]:
-        run([str(programs / tool), *options, *arguments[1:]], folder)
+    command, *rest = arguments
+    steps = COMMANDS[command]
+    if command == "bench" and rest and rest[0] in BENCHMARKS:
+        steps = [["python", str(ROOT / "benchmarks" / BENCHMARKS[rest.pop(0)])]]
+    folder = pathlib.Path.cwd() if command in WHERE_CALLED else ROOT
+    for tool, *options in steps:
+        run([str(programs / tool), *options, *rest], folder)
 
 
 if __name__ == "__main__":

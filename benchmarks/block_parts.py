@@ -23,12 +23,12 @@ import case_records
 import torch
 import torch.nn.functional as F
 from layer_parts import milliseconds
+from layer_ways import fill
 from torch import Tensor, nn
 
 from evoattn import testing
 from evoattn.bench import machine
 from evoattn.bench.clock import Clock, clock_for
-from evoattn.bench.layers import fill
 from evoattn.bench.memory import peak_bytes, release
 from evoattn.nn import PairformerBlock
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import plots
 from client_cases import CLIENTS, PASSES, Client
 from record_tables import markdown
 
-from evoattn.bench import plots
 from evoattn.bench.record import Record
 from evoattn.bench.table import headline
 

@@ -20,13 +20,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import block_page
+import ceilings
 import client_page
+import contenders
 import layer_page
+import plots
 import prediction_page
+import sharded_table
 import speedups
 from record_tables import layer_table, markdown, own_table, passes_of, reasons, short_layer_table, times_table
 
-from evoattn.bench import plots, sharded_table, table
+from evoattn.bench import table
 from evoattn.bench.record import Problem, Record, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,7 +82,7 @@ def parts(results: Path) -> list[Part]:
 def digest(part: Part) -> str:
     """Hash a part's results, the code that draws them, and the words that it takes from elsewhere."""
     names = dict.fromkeys(result.name for problem in part.problems for result in problem.results)
-    words = [part.dtype, table.headline(part.record), *map(table.title, names)]
+    words = [part.dtype, table.headline(part.record), *map(contenders.title, names)]
     code = (Path(plots.__file__).read_bytes(), Path(speedups.__file__).read_bytes())
     pieces = [part.source.read_bytes(), *code, *(word.encode() for word in words)]
     return hashlib.sha256(b"\0".join(pieces)).hexdigest()
@@ -118,8 +122,8 @@ def section(part: Part) -> list[str]:
     """One part of the page."""
     names = " / ".join({"both": "forward + backward"}.get(name, name) for name in passes_of(part.problems))
     lines = heading(part, "##")
-    if table.ceilings(part.record):
-        lines += [f"Ceilings, measured in the same run: {table.ceilings(part.record)}."]
+    if words := ceilings.as_text(part.record):
+        lines += [f"Ceilings of the device: {words}."]
     if note := part.record.settings.get("note"):
         lines += ["", "About this record:", "", *(f"- {remark}" for remark in note.split("; "))]
     for path in pictures(part):

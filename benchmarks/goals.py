@@ -29,9 +29,8 @@ from evoattn.bench.clock import WallClock
 from evoattn.bench.contender import Runner
 from evoattn.bench.memory import peak_bytes
 from evoattn.bench.peers import PEERS, backend_peer
-from evoattn.bench.plan import Plan, plan_settings
 from evoattn.bench.record import Record
-from evoattn.bench.run import run
+from evoattn.bench.run import Plan, run
 from evoattn.workloads import workload
 
 GOALS = (("forward", "sdpa", 1.3), ("forward", "dense", 3.0), ("both", "sdpa", 1.6), ("both", "dense", 1.8))
@@ -118,7 +117,7 @@ def main() -> int:
     options = parser.parse_args()
     cpu = torch.device("cpu")
     plan = Plan((workload("tri256n128"),), ("float32",), ("forward", "both"), ("auto",), ("sdpa", "dense"), options.rounds)
-    record = run(plan, Record(machine.facts(cpu), plan_settings(plan)), cpu, WallClock(), lambda *_: None)
+    record = run(plan, Record(machine.facts(cpu), plan.settings()), cpu, WallClock(), lambda *_: None)
     print(table.as_text(record))
     own = record.problems[0].result("evoattn")
     ratios = []

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import case_records
+import plots
 from record_tables import markdown
 
-from evoattn.bench import plots
 from evoattn.bench.record import Record
 from evoattn.bench.table import headline
 

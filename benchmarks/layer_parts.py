@@ -19,15 +19,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cuda_graphs
 import torch
+from layer_ways import WAYS, Layer, inputs_of
 from torch import Tensor
 
 import evoattn
 from evoattn import testing
-from evoattn.bench import machine, timing
+from evoattn.bench import machine
 from evoattn.bench.clock import Clock, clock_for
 from evoattn.bench.contender import Runner
-from evoattn.bench.layers import WAYS, Layer, inputs_of
 from evoattn.bench.record import write_text
 from evoattn.nn.project import layer_norm, linear, project
 from evoattn.workloads import workload
@@ -148,8 +149,8 @@ def milliseconds(call: Callable[[int], object], clock: Clock, device: torch.devi
     """The median of rounds; on a GPU of a CUDA graph's replays."""
     kept: object = None
     if device.type == "cuda":
-        call, kept = timing.captured(call)
-    found = statistics.median(timing.milliseconds(call, clock, rounds))
+        call, kept = cuda_graphs.captured(call)
+    found = statistics.median(cuda_graphs.milliseconds(call, clock, rounds))
     del kept
     return found
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from ceilings import roofs
+from contenders import is_bound, title
+
 from evoattn.bench import table
 from evoattn.bench.record import Problem, Record
 
@@ -30,7 +33,7 @@ def _cell(problem: Problem, name: str, passes: tuple[str, ...]) -> str:
     for wanted in passes:
         time = result.times.get(wanted)
         text = "-" if time is None else f"{time.median_ms:.3f}"
-        fair = [r.times[wanted].median_ms for r in problem.results if wanted in r.times and not table.is_bound(r.name)]
+        fair = [r.times[wanted].median_ms for r in problem.results if wanted in r.times and not is_bound(r.name)]
         fastest = time is not None and len(fair) > 1 and time.median_ms == min(fair)
         words.append(f"**{text}**" if fastest else text)
     return " / ".join(words)
@@ -46,7 +49,7 @@ def times_table(problems: list[Problem], wanted: tuple[str, ...] = ()) -> str:
     passes, names = passes_of(problems), _timed(problems)
     if wanted:
         names = [name for name in wanted if name in names][:4]
-    rows = [["workload", *map(table.title, names)]]
+    rows = [["workload", *map(title, names)]]
     rows += [[problem.workload.name, *(_cell(problem, name, passes) for name in names)] for problem in problems]
     return markdown(rows)
 
@@ -60,7 +63,7 @@ def own_table(record: Record, problems: list[Problem]) -> str:
         result = problem.result("evoattn")
         if result is None:
             continue
-        bounds = table.roofs(record, problem, "forward")
+        bounds = roofs(record, problem, "forward")
         rates = [table.rate(problem, result, name) for name in passes_of(problems)]
         shares = [rates[0] and name in bounds and rates[0] / bounds[name] for name in ("exp2", "memory")]
         error = table.worst_error(result)
@@ -82,22 +85,17 @@ def own_table(record: Record, problems: list[Problem]) -> str:
 
 def reasons(problems: list[Problem]) -> list[str]:
     """One line for each reason why there is no time."""
-    workloads_by_reason: dict[tuple[str, str, str], list[str]] = {}
-    for problem in problems:
-        for result in problem.results:
-            if result.status != "ok":
-                workloads_by_reason.setdefault((result.name, result.status, result.reason), []).append(problem.workload.name)
     every = len(problems)
     return [
-        f"- {table.title(name)}, {'all' if len(where) == every else ', '.join(where)}: {status}: `{reason.replace('`', '')}`"
-        for (name, status, reason), where in workloads_by_reason.items()
+        f"- {title(name)}, {'all' if len(where) == every else ', '.join(where)}: {status}: `{reason.replace('`', '')}`"
+        for (name, status, reason), where in table.reasons(problems).items()
     ]
 
 
 def layer_table(problems: list[Problem]) -> str:
     """Times of layers, eager and in CUDA graphs, and the peak memory of forward + backward."""
     names = _timed(problems)
-    titles = ["evoattn.nn" if name == "evoattn" else table.title(name) for name in names]
+    titles = ["evoattn.nn" if name == "evoattn" else title(name) for name in names]
     rows = [["layer", "", *titles]]
     for problem in problems:
         for words, passes in (("eager", ("forward", "both")), ("in a graph", ("graph_forward", "graph_both"))):
@@ -113,8 +111,8 @@ def short_layer_table(problems: list[Problem]) -> str:
     rows = [["layer", "computed by", "eager", "in a CUDA graph", "peak GiB"]]
     for problem in problems:
         for name in (name for name in LAYER_WAYS if problem.result(name)):
-            title = "evoattn.nn" if name == "evoattn" else table.title(name)
+            way = "evoattn.nn" if name == "evoattn" else title(name)
             peak = problem.result(name).peak_bytes  # type: ignore[union-attr]
             cells = [_cell(problem, name, passes) for passes in (("forward", "both"), ("graph_forward", "graph_both"))]
-            rows.append([f"`{problem.workload.name}`", title, *cells, f"{peak / 2**30:.2f}" if peak else "-"])
+            rows.append([f"`{problem.workload.name}`", way, *cells, f"{peak / 2**30:.2f}" if peak else "-"])
     return markdown(rows)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from evoattn.bench import plots, table
+import contenders
+import plots
+
+from evoattn.bench import table
 from evoattn.bench.peers import PEERS
 from evoattn.bench.record import Problem, Record
 
@@ -38,8 +41,8 @@ def _draw_speedup(axes: Axes, row: int, problem: Problem, name: str) -> None:
 def _speedup(problem: Problem, name: str) -> tuple[float, str] | None:
     """The time of the fastest peer over that of evoattn, and the peer's title. A bound, which leaves biases out, is no peer."""
     own = problem.result("evoattn")
-    peers = [r for r in problem.results if r.name in PEERS and not table.is_bound(r.name) and name in r.times]
+    peers = [r for r in problem.results if r.name in PEERS and name in r.times]
     if own is None or name not in own.times or not peers:
         return None
     fastest = min(peers, key=lambda r: r.times[name].median_ms)
-    return fastest.times[name].median_ms / own.times[name].median_ms, table.title(fastest.name).split(",")[0]
+    return fastest.times[name].median_ms / own.times[name].median_ms, contenders.title(fastest.name).split(",")[0]

@@ -21,11 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cuda_graphs
 import torch
 from torch import Tensor
 
 from evoattn import testing
-from evoattn.bench import machine, memory, timing
+from evoattn.bench import machine, memory
 from evoattn.bench.clock import Clock, clock_for
 from evoattn.bench.record import write_text
 from evoattn.pair import triangle_multiplication
@@ -128,7 +129,7 @@ def worst_error(call: Call, device: torch.device) -> float:
 
 def milliseconds(call: Callable[[int], object], clock: Clock, rounds: int) -> float:
     """The median of rounds."""
-    return round(statistics.median(timing.milliseconds(call, clock, rounds)), 5)
+    return round(statistics.median(cuda_graphs.milliseconds(call, clock, rounds)), 5)
 
 
 def measure(name: str, call: Call, length: int, device: torch.device, rounds: int) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def measure(name: str, call: Call, length: int, device: torch.device, rounds: in
         case[f"{kind}_gib"] = round(memory.peak_bytes(run, device) / 2**30, 3)
         if device.type == "cuda":
             with contextlib.suppress(RuntimeError):  # it cannot be captured
-                replay, output = timing.captured(run)
+                replay, output = cuda_graphs.captured(run)
                 case[f"{kind}_graph"] = milliseconds(replay, clock, rounds)
                 del replay, output
     return case

@@ -2,29 +2,28 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 
 from evoattn.bench import peers, run
-from evoattn.bench.clock import TookTooLong
+from evoattn.bench.clock import Clock
 from evoattn.bench.contender import Contender, Prepared, RefusesError
 from evoattn.bench.peers import PEERS
-from evoattn.bench.plan import Plan
-from evoattn.bench.record import Ceilings, Problem, Record, Result, Timing
+from evoattn.bench.record import Problem, Record, Result, Timing
+from evoattn.bench.run import Plan
 from evoattn.testing import Inputs
 from evoattn.workloads import workload
 
 
-class FakeClock:
-    """Every call takes a second of its own time, of a `slow` peer 100; now() moves with it and by `tick` a look."""
+class FakeClock(Clock):
+    """Every call takes a second of its own time; now() moves with it and by `tick` a look."""
 
     target_s = 1.0
 
-    def __init__(self, tick: float = 0.0, host: float | None = None, slow: str = "", lead: int = 0) -> None:
+    def __init__(self, tick: float = 0.0, host: float | None = None, lead: int = 0) -> None:
         self.lead = lead
-        self.time, self.tick, self.host, self.slow = 0.0, tick, host, slow
+        self.time, self.tick, self.host = 0.0, tick, host
         self.order: list[str] = []
 
     def calls(self, call: Callable[[int], object], count: int) -> float:
@@ -32,9 +31,8 @@ class FakeClock:
             call(number)
         owner = getattr(call, "__self__", None)
         self.order.append(f"{owner.contender.name}.{call.__name__}" if owner else "?")
-        seconds = 100.0 if owner and owner.contender.name == self.slow else 1.0
-        self.time += count * seconds
-        return count * seconds
+        self.time += count
+        return count
 
     def host_s(self, call: Callable[[int], object], count: int) -> float | None:
         for number in range(count):
@@ -44,13 +42,6 @@ class FakeClock:
     def now(self) -> float:
         self.time += self.tick
         return self.time
-
-    @contextmanager
-    def limit(self, seconds: float | None) -> Iterator[None]:
-        begun = self.time
-        yield
-        if seconds is not None and self.time - begun > seconds:
-            raise TookTooLong
 
 
 @pytest.fixture
@@ -129,13 +120,14 @@ def a_record(**times: list[float]) -> Record:
         for name, samples in times.items()
     ]
     problem = Problem(workload("tri16"), "float32", 1000, results)
-    return Record({"device": "a machine", "torch": "2"}, {"rounds": 3}, Ceilings(4e9, 2e10, "by hand"), [problem], seconds=1.5)
+    ceilings = {"exp2_per_s": 4e9, "copy_bytes_per_s": 2e10, "how": "by hand"}
+    return Record({"device": "a machine", "torch": "2"}, {"rounds": 3}, [problem], ceilings=ceilings)
 
 
 CPU = torch.device("cpu")
 
 
-def silent(problem: int, problems: int, what: str) -> None:
+def silent(done: int, what: str) -> None:
     """Progress that nobody looks at."""
 
 

@@ -1,23 +1,22 @@
-"""`evoattn bench` end to end: the table, every file it writes, exit statuses, refusals in one line."""
+"""`evoattn bench` end to end: the table, the record that it writes, exit statuses, refusals in one line."""
 
-import csv
-import json
 import re
-import struct
 from pathlib import Path
 from typing import Any
 
+import ceilings
+import plots
 import pytest
 import torch
 
 from evoattn import cli
 from evoattn.backends import tiled
-from evoattn.bench import ceilings, plots
+from evoattn.bench import machine
 from evoattn.bench import record as records
-from evoattn.bench.plan import Plan
-from evoattn.bench.record import Ceilings, Result, Timing
-from evoattn.cli import bench, terminal
+from evoattn.bench.record import Result, Timing
+from evoattn.cli import bench
 from evoattn.core.inputs import Inputs, Outputs
+from evoattn.workloads import WORKLOADS
 
 from .conftest import a_record
 
@@ -37,62 +36,27 @@ SMALL = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "COPIED", {"cpu": 1 << 20})
-    monkeypatch.setattr(ceilings, "CACHED_NUMBERS", 1 << 10)
-    monkeypatch.setattr(ceilings, "SIDE", {"cpu": 64})
-
-
-def test_bench_command_writes_record_csv_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {kind: tmp_path / f"a.{kind}" for kind in ("json", "csv", "png")}
-    options = [text for kind, path in files.items() for text in (f"--{kind}", str(path))]
-    assert cli.main([*SMALL, *options, "--commit", "abc123", "--note", "with a cold cache"]) == 0
+def test_bench_command_writes_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.json"
+    assert cli.main([*SMALL, "--json", str(path), "--commit", "abc123", "--note", "with a cold cache"]) == 0
     printed = capsys.readouterr()
     assert "tri16, float32: triangle attention; N 16, L 16, H 4, D 32, mask and pair bias" in printed.out
     assert "\nnote: with a cold cache\n" in printed.out
     assert re.search(r"^dense torch +[\d.]+ ±\d+% +[\d.]+ ±\d+% ", printed.out, re.MULTILINE)
     assert re.search(r"^evoattn +[\d.]+ .* backend tiled$", printed.out, re.MULTILINE)
-    assert re.search(r"^\[2/2\] single24, float32 +\d+:\d\d left$", printed.err, re.MULTILINE)
-    record = records.read(files["json"])
+    record = records.read(path)
     assert record.finished == "complete"
     assert record.machine["commit"] == "abc123"
     assert record.machine["torch"] == torch.__version__
     assert record.settings["rounds"] == 2
     assert record.settings["note"] == "with a cold cache"
-    assert record.ceilings.copy_bytes_per_s and record.ceilings.exp2_per_s
     assert [problem.workload.name for problem in record.problems] == ["tri16", "single24"]
     for problem in record.problems:
         fused = problem.result("evoattn")
         assert fused is not None and fused.status == "ok" and set(fused.times) == {"forward", "both"}
         assert len(fused.times["forward"].samples_ms) == 2
         assert fused.peak_bytes and fused.first_call_s is not None and problem.bytes
-    with files["csv"].open(newline="") as file:
-        assert {row["by"] for row in csv.DictReader(file)} >= {"evoattn", "evoattn/reference", "dense"}
-    picture = files["png"].read_bytes()
-    assert picture.startswith(b"\x89PNG") and picture.endswith(b"IEND\xaeB`\x82")
-    width, height = struct.unpack(">II", picture[16:24])
-    assert width > 900 and height > 300
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "a.json", "a.png"]
-
-
-def test_bench_from_a_record_prints_and_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records.write(a_record(evoattn=[1.0], dense=[2.0]), tmp_path / "a.json")
-    assert cli.main(["bench", "--from", str(tmp_path / "a.json"), "--csv", str(tmp_path / "a.csv")]) == 0
-    assert "a machine, torch 2" in capsys.readouterr().out
-    assert "evoattn" in (tmp_path / "a.csv").read_text()
-
-
-def test_the_picture_with_growth_is_higher(tmp_path: Path) -> None:
-    short, three = a_record(evoattn=[1.0], dense=[2.0]), a_record(evoattn=[1.0], dense=[2.0])
-    three.problems = [
-        type(p)(p.workload.at(length), p.dtype, p.bytes, p.results) for p in short.problems for length in (16, 32, 64)
-    ]
-    sizes = []
-    for record in (short, three):
-        plots.write_png(record, tmp_path / "a.png")
-        sizes.append(struct.unpack(">II", (tmp_path / "a.png").read_bytes()[16:24])[1])
-    assert sizes[1] > sizes[0] + 300
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_wrong_numbers_are_exit_status_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,92 +89,24 @@ def test_ctrl_c_shows_and_writes_what_is_done(
     path = tmp_path / "a.json"
     assert cli.main([*SMALL, "--json", str(path)]) == 130
     printed = capsys.readouterr()
-    assert "interrupted: the results so far are above, and in the files" in printed.err
+    assert "interrupted: the problems so far are above, and in the file" in printed.err
     assert "tri16, float32" in printed.out and "single24" not in printed.out
     record = records.read(path)
     assert record.finished == "interrupted" and len(record.problems) == 1
 
 
-def test_a_budget_too_small(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "Plan", lambda **options: Plan(**{**options, "budget_s": 1e-6}))
-    assert cli.main(SMALL) == 0
-    printed = capsys.readouterr()
-    assert "the budget ended before all was measured" in printed.err
-    assert "left out: the budget of 1e-06 s was over" in printed.out
-
-
-def test_resume_completes_a_record_that_was_cut_short(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.json"
-    with monkeypatch.context() as short:
-        short.setattr(bench, "Plan", lambda **options: Plan(**{**options, "budget_s": 1e-6}))
-        assert cli.main([*SMALL, "--commit", "abc123", "--note", "cold", "--json", str(path)]) == 0
-    assert "--resume FILE continues what --json wrote" in capsys.readouterr().err
-    cut = records.read(path)
-    assert [problem.cut for problem in cut.problems] == [True, True]
-    sheet = tmp_path / "a.csv"
-    assert cli.main(["bench", "--resume", str(path), "--commit", "abc123", "--budget", "600", "--csv", str(sheet)]) == 0
-    assert re.search(r"^dense torch +[\d.]+ ±\d+% ", capsys.readouterr().out, re.MULTILINE)
-    record = records.read(path)
-    assert record.finished == "complete" and not any(problem.cut for problem in record.problems)
-    assert record.machine == cut.machine and record.ceilings == cut.ceilings
-    assert record.settings == cut.settings | {"budget_s": 600, "resumed": 1}
-    assert "tri16" in sheet.read_text()
-
-
-def test_a_record_that_is_complete_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "a.json"
-    assert cli.main([*SMALL, "--commit", "abc123", "--json", str(path)]) == 0
-    shown, written = capsys.readouterr().out, path.read_text()
-    assert cli.main(["bench", "--resume", str(path), "--commit", "abc123", "--budget", "9"]) == 0
-    assert capsys.readouterr().out == shown
-    assert path.read_text() == written
-
-
-def test_what_cannot_be_resumed_is_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, second, old, text = (tmp_path / name for name in ("a.json", "b.json", "c.json", "d.txt"))
-    assert cli.main([*SMALL, "--commit", "abc123", "--json", str(path)]) == 0
-    data = json.loads(path.read_text())
-    text.write_text(json.dumps(data))
-    del data["settings"]["peers"]
-    second.write_text(json.dumps(data))
-    old.write_text(json.dumps(data | {"finished": "interrupted", "problems": [{**data["problems"][0], "cut": None}]}))
-    dirty = tmp_path / "dirty.json"
-    dirty.write_text(path.read_text().replace("abc123", "abc123-dirty"))
-    files = {file: file.read_bytes() for file in tmp_path.iterdir()}
-    capsys.readouterr()
-    for arguments, message in (
-        ([path, "--commit", "def456"], "was measured with commit abc123, here it is def456; --commit tells where git cannot"),
-        ([path, "--peers"], "--resume goes on with what the record was begun with: leave out --peers"),
-        ([path, "--device", "cuda"], "leave out --device"),
-        ([path, "--from", path], "leave out --from"),
-        ([path, "--compare", path, path], "leave out --compare"),
-        ([second, "--commit", "abc123"], "the record does not say what was asked for: 'peers'"),
-        ([old], "does not say what was cut short; an older version wrote it"),
-        ([dirty, "--commit", "abc123-dirty"], "files differ from the commit"),
-        ([text], "expected a name that ends in .json"),
-    ):
-        assert cli.main(["bench", "--resume", *map(str, arguments)]) == 2
-        assert message in capsys.readouterr().err
-    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == files
-
-
 REFUSED = {
     "workload": (["--workloads", "nonsense"], r"--workloads: no workload 'nonsense'; expected one of tri384, .*such as tri500"),
-    "length": (["--lengths", "0"], r"--lengths: expected a whole number from 1 up, got '0'"),
     "dtype": (["--dtypes", "int8"], r"--dtypes: there is no 'int8'; expected any of bfloat16, float16, float32, float64"),
     "pass": (["--passes", "sideways"], r"--passes: there is no 'sideways'; expected any of forward, backward, both"),
     "backend": (["--backends", "cuda"], r"--backends: there is no 'cuda'; expected any of auto, .*reference"),
     "peer": (["--peers", "xformers"], r"--peers: there is no 'xformers'; expected any of flex, "),
     "empty": (["--dtypes", ","], r"--dtypes: expected any of"),
-    "budget": (["--budget", "soon"], r"--budget: expected a whole number from 1 up, got 'soon'"),
-    "threshold": (["--threshold", "-1"], r"--threshold: expected a percentage from 0 up, got '-1'"),
+    "layer": (["--workloads", "tri64", "layer384"], r"--workloads: layer384: a whole layer; `python3 dev.py bench layers` "),
+    "rounds": (["--rounds", "1"], r"--rounds: expected a whole number from 2 up, got '1'"),
+    "place": (["--json", "no/a.json"], r"--json 'no/a\.json': there is no directory 'no'; expected one that exists"),
+    "folder": (["--json", "."], r"--json '\.': is a directory; expected the name of a JSON file"),
     "json": (["--json", "a.txt"], r"--json 'a\.txt': expected a name that ends in \.json"),
-    "csv": (["--csv", "no/a.csv"], r"--csv 'no/a\.csv': there is no directory 'no'; expected one that exists"),
-    "folder": (["--csv", "."], r"--csv '\.': is a directory; expected the name of a CSV file"),
-    "resume": (["--resume", "none.json"], r"--resume 'none\.json': cannot be read: No such file or directory"),
-    "from": (["--from", "none.json"], r"--from 'none\.json': cannot be read: No such file or directory"),
 }
 
 
@@ -225,12 +121,6 @@ def test_refused_in_one_line(
     assert re.fullmatch(rf"evoattn bench: error: .*{message}.*\n", printed.err)
 
 
-def test_png_needs_its_extra(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal.importlib.util, "find_spec", lambda name: None)
-    assert cli.main(["bench", "--png", str(tmp_path / "a.png")]) == 2
-    assert "needs matplotlib, which is not installed: run pip install '.[cli]' in a clone of evoattn" in capsys.readouterr().err
-
-
 def test_a_file_that_cannot_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,36 +128,28 @@ def test_a_file_that_cannot_be_written(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(bench, "write", full)
-    assert cli.main([*SMALL, "--json", str(tmp_path / "a.json"), "--csv", str(tmp_path / "a.csv")]) == 2
+    assert cli.main([*SMALL, "--json", str(tmp_path / "a.json")]) == 2
     printed = capsys.readouterr()
     assert printed.err.endswith("a.json': cannot be written: No space left on device\n")
     assert re.search(r"^evoattn +[\d.]+ .* backend tiled$", printed.out, re.MULTILINE), (
         "what was measured is shown all the same"
     )
-    assert "single24, float32" in printed.out and "single24" in (tmp_path / "a.csv").read_text()
+    assert "single24, float32" in printed.out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--compare", "a.json", "a.json", "--csv", "c.csv"], "--compare measures and writes nothing: leave out --csv"),
-        (["--compare", "a.json", "a.json", "--from", "a.json"], "--compare measures and writes nothing: leave out --from"),
-        (["--compare", "a.json", "a.json", "--budget", "5"], "--compare measures and writes nothing: leave out --budget"),
-        (["--from", "a.json", "--quick"], "--from measures nothing: leave out --quick"),
-        (["--from", "a.json", "--workloads", "tri16"], "--from measures nothing: leave out --workloads"),
-        (["--from", "a.json", "--peers"], "--from measures nothing: leave out --peers"),
-        (["--from", "a.json", "--device", "cpu"], "--from measures nothing: leave out --device"),
-        (["--threshold", "0"], "--threshold is for --compare: leave out --threshold"),
-    ],
-)
-def test_options_that_do_not_go_together(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    records.write(a_record(evoattn=[1.0]), tmp_path / "a.json")
-    assert cli.main(["bench", *arguments]) == 2
+@pytest.mark.parametrize("option", ["--list", "--json c.json", "--peers", "--rounds 9", "--device cpu", "--note cold"])
+def test_compare_takes_no_other_option(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.json"
+    records.write(a_record(evoattn=[1.0]), path)
+    assert cli.main(["bench", "--compare", str(path), str(path), *option.split()]) == 2
+    message = f"--compare measures and writes nothing: leave out {option.split()[0]}"
     assert capsys.readouterr() == ("", f"evoattn bench: error: {message}\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_all_workloads_and_the_usual_ones() -> None:
+    assert bench.workloads_of(["tri16", "all"], ()) == WORKLOADS
+    for names in bench._USUAL.values():
+        assert [w.name for w in bench.workloads_of(None, names)] == list(names)
 
 
 def test_the_list_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,7 +157,7 @@ def test_the_list_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^tri397 +triangle attention, a length that divides by nothing$", capsys.readouterr().out, re.MULTILINE)
     assert cli.main(["bench", "--help"]) == 0
     text = capsys.readouterr().out
-    for piece in ("--quick", "--budget", "--compare", "examples:", "exit status"):
+    for piece in ("--workloads", "--json", "--compare", "examples:", "exit status"):
         assert piece in text
 
 
@@ -297,12 +179,24 @@ def test_the_picture_of_the_rates() -> None:
         assert len(plots.rates(record, record.problems).axes) == len(passes), "without a time there is no panel"
 
 
-def test_ceilings_of_a_cpu() -> None:
-    from evoattn.bench.clock import WallClock
-
-    measured = ceilings.measure(torch.device("cpu"), WallClock(), ("float32", "bfloat16"))
-    assert measured.exp2_per_s and 1e6 < measured.exp2_per_s < 1e13
-    assert measured.copy_bytes_per_s and 1e7 < measured.copy_bytes_per_s < 1e13
-    assert set(measured.product_flops_per_s) == {"float32", "bfloat16"}
-    assert all(1e6 < flops < 1e15 for flops in measured.product_flops_per_s.values())
-    assert Ceilings(**json.loads(json.dumps(measured.__dict__))) == measured
+def test_ceilings_are_written_into_a_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ceilings, "COPIED", {"cpu": 1 << 20})
+    monkeypatch.setattr(ceilings, "CACHED_NUMBERS", 1 << 10)
+    monkeypatch.setattr(ceilings, "SIDE", {"cpu": 64})
+    path = tmp_path / "a.json"
+    record = a_record(evoattn=[1.0])
+    records.write(record, path)
+    with pytest.raises(SystemExit):
+        ceilings.main([str(path)])
+    assert "was measured on a machine; this is" in capsys.readouterr().err
+    record.machine = machine.facts(torch.device("cpu"))
+    records.write(record, path)
+    assert ceilings.main([str(path)]) == 0
+    measured = records.read(path).ceilings
+    assert 1e6 < measured["exp2_per_s"] < 1e13
+    assert 1e7 < measured["copy_bytes_per_s"] < 1e13
+    assert set(measured["product_flops_per_s"]) == {"float32"}
+    assert 1e6 < measured["product_flops_per_s"]["float32"] < 1e15
+    assert ceilings.as_text(records.read(path)) in capsys.readouterr().out

@@ -3,11 +3,12 @@
 import gc
 from pathlib import Path
 
+import ceilings
+import layer_times
 import pytest
 import torch
 
 from evoattn import cli
-from evoattn.bench import ceilings, layers
 from evoattn.bench import record as records
 from evoattn.bench.clock import CudaClock
 from evoattn.bench.memory import peak_bytes
@@ -35,10 +36,9 @@ def test_ceilings_of_a_gpu_are_plausible() -> None:
     precision = torch.get_float32_matmul_precision()
     measured = ceilings.measure(device, CudaClock(device), ("bfloat16", "float32"))
     assert torch.get_float32_matmul_precision() == precision
-    assert 1e13 < measured.product_flops_per_s["float32"] < measured.product_flops_per_s["bfloat16"] < 1e16
-    assert measured.exp2_per_s is not None, measured.how
-    assert 1e11 < measured.exp2_per_s < 1e14
-    assert measured.copy_bytes_per_s is not None and 1e11 < measured.copy_bytes_per_s < 1e14
+    assert 1e13 < measured["product_flops_per_s"]["float32"] < measured["product_flops_per_s"]["bfloat16"] < 1e16
+    assert 1e11 < measured["exp2_per_s"] < 1e14, measured["how"]
+    assert 1e11 < measured["copy_bytes_per_s"] < 1e14
 
 
 def test_garbage_of_before_is_not_taken_off_the_peak() -> None:
@@ -57,7 +57,7 @@ def test_garbage_of_before_is_not_taken_off_the_peak() -> None:
 def test_bench_command_on_a_gpu_measures_all_passes(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     arguments = ["bench", "--workloads", "tri128", "single256", "--dtypes", "bfloat16,float16,float32", "--rounds", "2"]
-    peers = ["--peers", "flex", "dense", "sdpa", "flash_unbiased"]
+    peers = ["--peers", "flex", "dense", "sdpa"]
     assert cli.main([*arguments, *peers, "--json", str(path)]) == 0
     record = records.read(path)
     assert len(record.problems) == 6
@@ -71,9 +71,9 @@ def test_bench_command_on_a_gpu_measures_all_passes(tmp_path: Path) -> None:
 
 
 def test_layers_have_times_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "WAYS", tuple(way for way in layers.WAYS if way.name in ("evoattn", "written")))
+    monkeypatch.setattr(layer_times, "WAYS", tuple(way for way in layer_times.WAYS if way.name in ("evoattn", "written")))
     path = tmp_path / "a.json"
-    assert cli.main(["bench", "--workloads", "layer128", "--rounds", "2", "--json", str(path)]) == 0
+    assert layer_times.main(["--workloads", "layer128", "--rounds", "2", "--json", str(path)]) == 0
     for result in records.read(path).problems[0].results:
         assert set(result.times) == {"forward", "both", "graph_forward", "graph_both"}, result.reason
         assert set(result.host_us) == {"forward", "both"} and result.peak_bytes

@@ -9,10 +9,12 @@ import pytest
 pytest.importorskip("triton")
 
 INTERPRETED = """
+import sys
+sys.path.append("benchmarks")
 import torch
 from tests.helpers import interpreter
 interpreter.patch()
-from evoattn.bench.exp2_kernel import BLOCK, exp2_kernel
+from exp2_kernel import BLOCK, exp2_kernel
 out = torch.empty(2 * BLOCK)
 exp2_kernel[(2,)](out, 60, SIZE=BLOCK, num_warps=4)
 expected = torch.tensor(0.6411857445)  # x = 2 ** -x
@@ -21,10 +23,12 @@ assert torch.allclose(out, expected.expand(2 * BLOCK), rtol=1e-6), out
 
 COMPILED = """
 import re
+import sys
+sys.path.append("benchmarks")
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from evoattn.bench.exp2_kernel import BLOCK, exp2_kernel
+from exp2_kernel import BLOCK, exp2_kernel
 source = ASTSource(exp2_kernel, {"p_out": "*fp32", "rounds": "i32", "SIZE": "constexpr"}, constexprs={"SIZE": BLOCK})
 ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
 loop = re.search(r"\\n(\\$L__BB0_\\d+):(.*?)bra\\s+\\1;", ptx, re.DOTALL)[2]

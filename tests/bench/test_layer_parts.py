@@ -5,8 +5,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from layer_ways import inputs_of
 
-from evoattn.bench.layers import inputs_of
 from evoattn.workloads import workload
 from tests.helpers.scripts import load
 

@@ -4,19 +4,24 @@ import dataclasses
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import contenders
+import cuda_graphs
+import layer_times
+import layer_ways
 import pytest
 import torch
 import torch.nn.functional as F
+from layer_ways import WAYS, Layer, inputs_of, truth
 from torch import Tensor, nn
 
-from evoattn.bench import compare, layers, run, table, timing
+from evoattn.bench import compare, table
+from evoattn.bench import record as records
 from evoattn.bench.clock import WallClock
 from evoattn.bench.contender import Contender, Prepared, RefusesError, Runner
-from evoattn.bench.layers import WAYS, Layer, inputs_of, truth
-from evoattn.bench.plan import Plan
-from evoattn.bench.record import Problem, Record, Result, Timing
+from evoattn.bench.record import Problem, Result, Timing
 from evoattn.workloads import LAYERS, workload
 
 from .conftest import CPU, FakeClock, a_record
@@ -62,7 +67,7 @@ class _Triangle(nn.Module):
         x = self.layer_norm(x)
         q, k, v, g = (self.mha[f"linear_{y}"](x).unflatten(-1, (self.no_heads, -1)) for y in "qkvg")
         bias = self.linear_z(x).movedim(-1, -3).unsqueeze(-4) + self.inf * (mask - 1)[..., None, None, :]
-        o = layers._dense(q, k, v, torch.ones_like(mask, dtype=torch.bool), bias)
+        o = layer_ways._dense(q, k, v, torch.ones_like(mask, dtype=torch.bool), bias)
         output: Tensor = self.mha["linear_o"]((torch.sigmoid(g) * o).flatten(-2))
         return output
 
@@ -81,7 +86,7 @@ def test_cuequivariance_gets_a_single_track_and_refuses_the_rest(monkeypatch: py
         x, z = (F.layer_norm(y, y.shape[-1:], w[f"w_ln_{n}"], w[f"b_ln_{n}"]) for y, n in ((a, "a"), (z, "z")))
         q, k, v, g = (F.linear(x, w[f"w_proj_{n}"], w.get(f"b_proj_{n}")).unflatten(-1, (num_heads, -1)) for n in "qkvg")
         bias = F.linear(z, w["w_proj_z"]).movedim(-1, -3) + inf * (mask - 1)[:, None, None, :]
-        o = layers._dense(q, k, v, torch.ones_like(mask, dtype=torch.bool), bias)
+        o = layer_ways._dense(q, k, v, torch.ones_like(mask, dtype=torch.bool), bias)
         return F.linear((torch.sigmoid(g) * o).flatten(-2), w["w_proj_o"]), None
 
     package = types.ModuleType("cuequivariance_ops_torch")
@@ -103,7 +108,7 @@ def test_a_joined_product_is_read_as_it_lies() -> None:
     """Else the peer under torch.compile would pay for copies that nobody needs."""
     layer = inputs_of(workload("layer16"), torch.float32, CPU)
     mha = layer.module.mha
-    parts = layers.one_product(layer.inputs["z"], [*mha.inputs, layer.module.linear])
+    parts = layer_ways.one_product(layer.inputs["z"], [*mha.inputs, layer.module.linear])
     assert [part.shape[-1] for part in parts] == [128, 128, 128, 128, 4]
     assert all(part.stride(-2) % 8 == 0 and part.storage_offset() % 8 == 0 for part in parts)
 
@@ -112,7 +117,8 @@ def test_times_in_graphs_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = (a_record(evoattn=[1.0, 1.01, 1.02, 1.03, 1.04]) for _ in range(2))
     for record, ms in ((before, 1.0), (after, 2.0)):
         record.problems[0].results[0].times["graph_both"] = Timing.of([ms] * 5)
-    assert [change.what for change in compare.compare(before, after, 0.05).regressions] == ["graph_both"]
+    changes = compare.compare(before, after)
+    assert changes is not None and [change.what for change in changes if change.is_regression] == ["graph_both"]
 
 
 def test_layers_have_names_that_read_back() -> None:
@@ -122,10 +128,23 @@ def test_layers_have_names_that_read_back() -> None:
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, ways: tuple[Contender, ...]) -> Problem:
-    monkeypatch.setattr(layers, "WAYS", ways)
-    plan = Plan((workload("layer16"),), ("float32",), ("forward", "both"), ("auto",), (), rounds=2)
-    (problem,) = run.run(plan, Record({}, {}), CPU, WallClock(), lambda *_: None).problems
+    monkeypatch.setattr(layer_times, "WAYS", ways)
+    problem = Problem(workload("layer16"), "float32", None)
+    layer_times.measure(problem, CPU, WallClock(), 2, lambda what: None)
     return problem
+
+
+def test_layers_command_writes_a_record_and_prints_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_times, "WAYS", EAGER[:1])
+    path = tmp_path / "a.json"
+    options = ["--workloads", "layer16", "--dtype", "float32", "--device", "cpu", "--rounds", "2", "--note", "cold"]
+    assert layer_times.main([*options, "--json", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert "note: cold" in printed.out and "layer16, float32" in printed.out and "layer16: evoattn" in printed.err
+    record = records.read(path)
+    assert record.settings["note"] == "cold" and set(record.problems[0].results[0].times) == {"forward", "both"}
 
 
 def test_a_layer_is_verified_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +153,7 @@ def test_a_layer_is_verified_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (result.status, set(result.times)) == ("ok", {"forward", "both"})
         assert set(result.errors) == {"o", "dz", "dparameters"}
         assert result.peak_bytes
-    assert table.title("written") in str(table.problem_table(problem))
+    assert "written" in str(table.problem_table(problem)) and contenders.title("written").startswith("as models write it")
 
 
 def test_a_wrong_layer_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,10 +176,10 @@ def test_a_pass_that_no_graph_takes_keeps_its_eager_times(monkeypatch: pytest.Mo
             raise RuntimeError("operation not permitted\nwhen stream is capturing")
         return call, None
 
-    monkeypatch.setattr(timing, "captured", captured)
+    monkeypatch.setattr(cuda_graphs, "captured", captured)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     result, runner = Result("written"), Runner(EAGER[0], inputs_of(workload("layer16"), torch.float32, CPU))
-    timing.time_graphs(result, runner, ("forward", "both"), 3, FakeClock())
+    cuda_graphs.time_graphs(result, runner, ("forward", "both"), 3, FakeClock())
     assert (result.status, set(result.times)) == ("ok", {"graph_forward"})
     assert len(result.times["graph_forward"].samples_ms) == 3
     assert result.reason == "graph of both: RuntimeError: operation not permitted"

@@ -11,9 +11,8 @@ import evoattn
 from evoattn import cli
 from evoattn.backends import tiled
 from evoattn.backends.tiled.sizes import TiledPlan
-from evoattn.bench import search
-from evoattn.bench.search import Tuned
-from evoattn.cli import tune
+from evoattn.cli import tile_search, tune
+from evoattn.cli.tile_search import Tuned
 from evoattn.core import tuned_tiles
 from evoattn.core.config import Config
 from evoattn.core.inputs import Inputs, Outputs
@@ -52,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_table_of_the_user
 
 
 def searched(clock: FakeClock, end: float = 1e9) -> Tuned:
-    (tuned,) = search.tune(workload("tri16"), "float32", CPU, clock, end, lambda what: None)
+    (tuned,) = tile_search.tune(workload("tri16"), "float32", CPU, clock, end, lambda what: None)
     return tuned
 
 
@@ -104,13 +103,13 @@ def test_an_older_find_does_not_start_the_search(monkeypatch: pytest.MonkeyPatch
 
 
 def test_neighbours_differ_by_one_step_of_one_setting() -> None:
-    steps = list(search.neighbours(Config(block_q=16, block_k=128, num_warps=4, num_stages=1)))
+    steps = list(tile_search.neighbours(Config(block_q=16, block_k=128, num_warps=4, num_stages=1)))
     assert Config(block_q=32, block_k=128, num_warps=4, num_stages=1) in steps
     assert Config(block_q=16, block_k=128, num_warps=4, num_stages=2) in steps
     assert {step.block_q for step in steps} == {16, 32} and {step.block_k for step in steps} == {64, 128}
     assert {step.num_warps for step in steps} == {2, 4, 8} and {step.num_stages for step in steps} == {1, 2}
     assert len(steps) == 5
-    plan = list(search.neighbours(Config(block_q=64, block_k=64, score_bytes=1 << 22)))
+    plan = list(tile_search.neighbours(Config(block_q=64, block_k=64, score_bytes=1 << 22)))
     assert plan == [Config(score_bytes=1 << 23), Config(score_bytes=1 << 21)]
 
 
@@ -127,7 +126,6 @@ def test_tune_command_prints_and_keeps_the_best_config(
         r"^tri16, float32 +tiled +both +5000\.000 +1250\.000 +4\.00x +\d+ +score_bytes=262144$", printed.out, re.MULTILINE
     )
     assert f"kept in {folder / 'tuned-cpu-some-processor.json'}" in printed.out
-    assert "[1/1] tri16, float32" in printed.err
     assert cli.main(["tune", "--device", "cpu", "--show"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^tiled/both/float32/\S+ +tri16 +5000\.0 +1250\.0 +score_bytes=262144$", shown, re.MULTILINE)
@@ -142,14 +140,14 @@ def test_tune_command_prints_and_keeps_the_best_config(
 def test_ctrl_c_keeps_what_was_found(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ClockOfTiles(monkeypatch, lambda budget: 1 + budget / (1 << 20))
     monkeypatch.setattr(tune, "clock_for", lambda device: clock)
-    real = search.tune
+    real = tile_search.tune
 
     def stop_at_the_second(wanted: object, *args: object) -> Iterator[Tuned]:
         if getattr(wanted, "name", "") == "tri17":
             raise KeyboardInterrupt
         return real(wanted, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(search, "tune", stop_at_the_second)
+    monkeypatch.setattr(tile_search, "tune", stop_at_the_second)
     assert cli.main(["tune", "--device", "cpu", "--workloads", "tri16", "tri17", "--budget", "1000"]) == 130
     printed = capsys.readouterr()
     assert "score_bytes=262144" in printed.out
@@ -241,4 +239,4 @@ def test_few_queries_and_keys_have_nothing_to_choose(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(evoattn, "explain", explained)
     point = workload("template_point").shrunk()
-    assert list(search.tune(point, "float32", CPU, FakeClock(), 1e9, lambda what: None)) == []
+    assert list(tile_search.tune(point, "float32", CPU, FakeClock(), 1e9, lambda what: None)) == []

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from layer_ways import inputs_of as layer_of
 from torch import Tensor
 
 import evoattn
@@ -17,7 +18,6 @@ from evoattn import testing
 from evoattn.backends import Cotangents, Inputs
 from evoattn.bench.attentions import inputs_of
 from evoattn.bench.contender import Runner
-from evoattn.bench.layers import inputs_of as layer_of
 from evoattn.bench.peers import PEERS
 from evoattn.cli import evoformer
 from evoattn.clients import calls, rf3

@@ -31,7 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "clients": {"compat", "core", "dispatch", "nn"},
     "testing": {"api", "compile", "core", "dispatch", "nn", "pair", "workloads"},
     "__init__": {"_version", "api", "clients", "core"},
-    "bench": {"__init__", "_version", "api", "backends", "core", "dispatch", "nn", "testing", "workloads"},
+    "bench": {"_version", "compile", "core", "testing", "workloads"},
     "cli": {
         "__init__",
         "_version",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cuda_graphs import captured
 
-from evoattn.bench.timing import captured
 from evoattn.pair.multiplication import call as multiplication
 from evoattn.pair.values import MultiplicationOptions as Options
 from evoattn.testing import relative_error

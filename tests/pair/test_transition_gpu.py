@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cuda_graphs import captured
 
-from evoattn.bench.timing import captured
 from evoattn.pair.transitions import call as transition
 from evoattn.pair.transitions import steps
 from evoattn.pair.transitions.call import reference

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.helpers.scripts import load
+from tests.helpers.scripts import ROOT, load
 
 
 @pytest.fixture
@@ -32,6 +32,19 @@ def test_dev_runs_what_takes_files_where_it_is_called(dev: ModuleType, monkeypat
         dev.main([command, "my.a3m"])
     assert {command for command, folder in called.items() if folder == Path.cwd()} == {"demo", "doctor", "bench", "proofs"}
     assert {folder for folder in called.values() if folder != Path.cwd()} == {dev.ROOT}
+
+
+def test_dev_runs_a_script_of_the_benchmarks(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its short name, with what follows; other arguments are those of `evoattn bench`."""
+    called: list[list[str]] = []
+    monkeypatch.setattr(dev, "set_up", lambda environment: environment)
+    monkeypatch.setattr(dev, "run", lambda arguments, folder: called.append(arguments))
+    for name, script in dev.BENCHMARKS.items():
+        dev.main(["bench", name, "--json", "a.json"])
+        assert called[-1][1:] == [str(dev.ROOT / "benchmarks" / script), "--json", "a.json"]
+        assert (ROOT / "benchmarks" / script).exists()
+    dev.main(["bench", "--list"])
+    assert called[-1][1:] == ["bench", "--list"]
 
 
 def test_dev_gives_a_half_made_environment_its_pip(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

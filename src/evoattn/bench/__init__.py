@@ -1,1 +1,1 @@
-"""The benchmark: evoattn's backends and their peers on the named workloads, checked against float64 before they get a time."""
+"""The benchmark of attention: contenders, a clock, a record, a table. `benchmarks/` of the checkout measures the rest."""

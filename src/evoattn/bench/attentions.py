@@ -1,33 +1,20 @@
-"""Attentions in the benchmark: the inputs of a workload, the float64 truth about them, and who computes them.
-
-`layers` has the same names for whole layers: both are a `Kind` of problem.
-"""
+"""The problems of the benchmark: the inputs of a workload, the float64 truth about them, and who computes them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 import evoattn
 from evoattn import testing
-from evoattn.bench import record
 from evoattn.bench.contender import Contender
 from evoattn.bench.memory import too_much
 from evoattn.bench.peers import PEERS, backend_peer
-from evoattn.bench.plan import Plan
 from evoattn.bench.record import Result
 from evoattn.testing import Inputs
 from evoattn.workloads import Workload
-
-PASSES = record.PASSES
-ROUNDINGS = 1
-"""Factor on the error that still counts as rounding: the number of times that a problem rounds to its dtype."""
-
-GRAPHS = False
-"""If true, each pass is timed as a CUDA graph too."""
 
 SCORES = {"cpu": 6 << 20, "cuda": 48 << 20}
 """Scores of the truth at a time: it holds about eight float64 tensors of them."""
@@ -87,16 +74,6 @@ def io_bytes(inputs: Inputs) -> int:
     return sum(x.nbytes for x in tensors if x is not None) + inputs.do.nbytes
 
 
-def scores_of(inputs: Inputs) -> int:
-    """The number of exponentials that the softmax takes."""
-    return inputs.case.h * inputs.k.shape[2] * inputs.do[..., 0, 0].numel()
-
-
-def without(inputs: Inputs, what: str) -> Inputs:
-    """The easier problem of a bound: without the mask, or without all "biases"."""
-    return dataclasses.replace(inputs, mask=None, pair_bias=None if what == "biases" else inputs.pair_bias)
-
-
 def first_rows(inputs: Inputs, rows: slice) -> Inputs:
     """The same attention on some of its rows n."""
     cut = {name: getattr(inputs, name)[:, rows] for name in ("q", "k", "v", "do")}
@@ -108,31 +85,14 @@ def _rows_at_a_time(scores: int, device: torch.device) -> int:
     return max(1, SCORES[device.type] // max(1, scores))
 
 
-def _parts(inputs: Inputs) -> Iterator[slice]:
+def truth(inputs: Inputs) -> dict[str, Tensor]:
+    """o and all gradients in float64: the dense oracle of `evoattn.testing`, some rows n at a time."""
+    by_rows: dict[str, list[Tensor]] = {name: [] for name in ("o", "dq", "dk", "dv")}
+    dpair_bias: Tensor | None = None
     b, n, lq, h, _ = inputs.q.shape
     rows = _rows_at_a_time(b * h * lq * inputs.k.shape[2], inputs.q.device)
     for start in range(0, n, rows):
-        yield slice(start, min(n, start + rows))
-
-
-def first_part(inputs: Inputs) -> Inputs:
-    """The rows that the truth computes at once. Without a pair bias they do not depend on the other rows."""
-    return first_rows(inputs, next(_parts(inputs)))
-
-
-def truth(inputs: Inputs, between: Callable[[float], None] = lambda done: None) -> dict[str, Tensor]:
-    """o and all gradients in float64: the dense oracle of `evoattn.testing`, some rows n at a time.
-
-    Args:
-        inputs: of the attention.
-        between: called after each part but the last with the share of the rows that is done. It may raise to end this.
-    """
-    by_rows: dict[str, list[Tensor]] = {name: [] for name in ("o", "dq", "dk", "dv")}
-    dpair_bias: Tensor | None = None
-    for rows in _parts(inputs):
-        if rows.start:
-            between(rows.start / inputs.q.shape[1])
-        part = testing.oracle(first_rows(inputs, rows)).values
+        part = testing.oracle(first_rows(inputs, slice(start, start + rows))).values
         for name, parts in by_rows.items():
             parts.append(part[name])
         if "dpair_bias" in part:
@@ -149,21 +109,25 @@ def explanation(inputs: Inputs, backend: str = "auto") -> evoattn.Explanation:
     return evoattn.explain(q, k, v, mask=inputs.mask, pair_bias=pair_bias, backend=backend)  # type: ignore[arg-type]
 
 
-def names(plan: Plan) -> list[str]:
-    """Names of all contenders that a plan asks for."""
-    return [*("evoattn" if name == "auto" else f"evoattn/{name}" for name in plan.backends), *plan.peers]
+def contenders(
+    inputs: Inputs, backends: tuple[str, ...], peers: tuple[str, ...], *, backward: bool = True
+) -> list[tuple[Contender, Result]]:
+    """The contenders for a problem, each with an empty result, evoattn first.
 
-
-def contenders(plan: Plan, inputs: Inputs) -> list[tuple[Contender, Result]]:
-    """The contenders that run on a problem, each with an empty result. A backend that `auto` chooses is not measured twice."""
+    Args:
+        inputs: of the problem.
+        backends: names of evoattn's backends; "auto" is what a plain call takes. What it takes is not measured twice.
+        peers: names of `PEERS`.
+        backward: whether gradients are measured too.
+    """
     chosen = explanation(inputs)
-    backward = chosen.backward_backend if set(plan.passes) != {"forward"} else None
+    backward_backend = chosen.backward_backend if backward else None
     contestants: list[tuple[Contender, Result]] = []
-    for backend in plan.backends:
+    for backend in backends:
         if backend == "auto":
-            result = Result("evoattn", backend=chosen.backend or "none", backward_backend=backward or "")
+            result = Result("evoattn", backend=chosen.backend or "none", backward_backend=backward_backend or "")
             contestants.insert(0, (backend_peer("auto", "evoattn"), result))
-        elif "auto" not in plan.backends or backend != chosen.backend or backward is not None:
+        elif "auto" not in backends or backend != chosen.backend or backward_backend is not None:
             name = f"evoattn/{backend}"
             contestants.append((backend_peer(backend, name), Result(name, backend=backend)))
-    return [*contestants, *((PEERS[name], Result(name)) for name in plan.peers)]
+    return [*contestants, *((PEERS[name], Result(name)) for name in peers)]

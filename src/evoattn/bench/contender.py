@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from evoattn import testing
+from evoattn.bench.clock import MOST_CALLS
 
 _MOST_COPIES = 24
 _MOST_GRAPHS = 4 << 30
 """Bytes that the scores of all kept graphs may take."""
-
-_MOST_CALLS = 200
-"""Calls of a pass in a round."""
 
 WRONG = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float32: 2e-3, torch.float64: 1e-10}
 """Relative errors above these are wrong results, not rounding. The limit of float32 lets TF32 pass."""
@@ -59,7 +57,6 @@ class Contender:
             does not take the problem.
         score_copies: how many tensors of all scores forward and backward hold, in the problem's dtype; 0 if it holds none.
         compiles: whether the first call of every problem compiles for seconds.
-        leaves_out: the part of the problem that a bound ignores: "biases" (the mask and the pair bias) or "mask".
     """
 
     name: str
@@ -67,12 +64,6 @@ class Contender:
     prepare: Callable[[Any], Prepared]
     score_copies: float = 0
     compiles: bool = False
-    leaves_out: Literal["", "biases", "mask"] = ""
-
-    @property
-    def biased(self) -> bool:
-        """True if it takes every bias of a problem; if not, it is a bound, and no speed-up over it is claimed."""
-        return not self.leaves_out
 
 
 def copies_for(tensors: tuple[Tensor | None, ...], device: torch.device) -> int:
@@ -92,10 +83,11 @@ class Runner:
     Args:
         contender: computes the passes.
         inputs: of the problem, with a cotangent `do`.
+        scores: of the problem; they bound the graphs that a compiled backward keeps.
     """
 
-    def __init__(self, contender: Contender, inputs: Any) -> None:
-        self.contender = contender
+    def __init__(self, contender: Contender, inputs: Any, scores: int = 0) -> None:
+        self.contender, self.scores = contender, scores
         self.prepared = contender.prepare(inputs)
         self.do = self.prepared.to_library(inputs.do)
         self.sets: list[tuple[Tensor | None, ...]] = []
@@ -133,11 +125,11 @@ class Runner:
         """A training step's share: forward and backward."""
         return self._gradients(self.forward(number), number)
 
-    def most_calls(self, name: str, scores: int) -> int:
+    def most_calls(self, name: str) -> int:
         """The most calls of a pass in a round. A compiled graph frees its memory in its backward, so each call needs one."""
         if name != "backward" or not self.contender.compiles:
-            return _MOST_CALLS
-        graph = int(self.contender.score_copies * scores * self.do.element_size())
+            return MOST_CALLS
+        graph = int(self.contender.score_copies * self.scores * self.do.element_size())
         return max(2, min(32, _MOST_GRAPHS // max(1, graph)))
 
     def prepare(self, name: str, calls: int) -> None:
@@ -169,9 +161,7 @@ class Runner:
 
 
 def _errors(values: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Errors over the rows n of the truth. The truth of a bound has only the first rows."""
-    parts = {name: x[:, : expected[name].shape[1]] if x.ndim > 1 else x for name, x in values.items()}
-    return {name: testing.relative_error(x, expected[name]) for name, x in parts.items()}
+    return {name: testing.relative_error(x, expected[name]) for name, x in values.items()}
 
 
 def worst(errors: dict[str, float], dtype: torch.dtype, roundings: int = 1) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from evoattn import __version__
+from evoattn._version import __version__
 from evoattn.core.devices import installed_version
 from evoattn.core.tuned_tiles import driver_version
 

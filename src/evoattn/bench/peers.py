@@ -42,16 +42,10 @@ def _evoattn(inputs: Inputs, backend: str, config: Config | None) -> Prepared:
     return Prepared(attend, (q, k, v, pair_bias))
 
 
-def _rows_viewed(inputs: Inputs) -> tuple[Layout, Layout]:
-    """`[b,n,l,h,d]` <-> `[b*n,h,l,d]`, both as views."""
-    b, n = inputs.q.shape[:2]
-    return lambda x: x.flatten(0, 1).transpose(1, 2), lambda x: x.transpose(1, 2).unflatten(0, (b, n))
-
-
 def _rows_first(inputs: Inputs) -> tuple[Layout, Layout]:
     """`[b,n,l,h,d]` <-> contiguous `[b*n,h,l,d]`."""
-    view, back = _rows_viewed(inputs)
-    return lambda x: view(x).contiguous(), back
+    b, n = inputs.q.shape[:2]
+    return lambda x: x.flatten(0, 1).transpose(1, 2).contiguous(), lambda x: x.transpose(1, 2).unflatten(0, (b, n))
 
 
 def _prepared(
@@ -155,17 +149,6 @@ def _sdpa(inputs: Inputs) -> Prepared:
     return _prepared(inputs, attend, _rows_first(inputs), inputs.pair_bias)
 
 
-def _flash(inputs: Inputs) -> Prepared:
-    """torch's FlashAttention without any bias: another, easier problem, as a bound."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Any:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(q, _all_heads(k, q), _all_heads(v, q))
-
-    return _prepared(inputs, attend, _rows_viewed(inputs), None)
-
-
 def _cuequivariance(inputs: Inputs) -> Prepared:
     from cuequivariance_ops_torch.triangle_attention import triangle_attention
 
@@ -238,24 +221,6 @@ def _openfold3(inputs: Inputs) -> Prepared:
     return Prepared(attend, (inputs.q, inputs.k, inputs.v, inputs.pair_bias))
 
 
-def _cudnn(inputs: Inputs) -> Prepared:
-    """cuDNN's graphs with a bias and its gradient: they have no mask of keys, so this is a bound without one."""
-    from evoattn.bench.cudnn_graphs import Graphs
-
-    pair_bias = inputs.pair_bias
-    reasons = [
-        (inputs.q.device.type != "cuda", "takes tensors on a GPU alone"),
-        (inputs.q.dtype not in (torch.float16, torch.bfloat16), "takes float16 and bfloat16 alone"),
-        (pair_bias is None, "is measured for its bias gradient, and there is no pair bias"),
-        (inputs.q.shape[0] != 1, "shares one pair bias among all rows, and here are several"),
-    ]
-    refuse(reasons)
-    assert pair_bias is not None
-    to_library, from_library = _rows_viewed(inputs)
-    tensors = (*map(to_library, (inputs.q, inputs.k, inputs.v)), pair_bias[:, 0])
-    return Prepared(Graphs(*tensors).attend, tensors, to_library, from_library)
-
-
 def _turbopairformer(inputs: Inputs) -> Prepared:
     """Its kernels take `[b,n,h,l,d]` and write `[b,n,l,h,d]`, so that is how q, k, v and dO lie in memory."""
     from turbopairformer import is_triangle_attention_supported, turbo_attention
@@ -284,8 +249,6 @@ PEERS: dict[str, Contender] = {
         Contender("sdpa", "SDPA, bias expanded", _sdpa, score_copies=3),
         Contender("dense", "dense torch", functools.partial(_dense, compiled=False), score_copies=4),
         Contender("dense_compiled", "dense torch, compiled", functools.partial(_dense, compiled=True), 4, compiles=True),
-        Contender("cudnn_unmasked", "cuDNN, no mask", _cudnn, leaves_out="mask"),
-        Contender("flash_unbiased", "torch flash kernel, no bias", _flash, leaves_out="biases"),
     )
 }
-"""In the order in which they run: the closest first, so that a short budget has seen them."""
+"""In the order in which they run."""

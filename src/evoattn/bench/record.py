@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
-import os
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from evoattn.compile import cache
 from evoattn.workloads import Workload
 
 SCHEMA = 1
 """Increased when a reader of the old form would misread the new one."""
 
 PASSES = ("forward", "backward", "both")
-
-TIMED = (*PASSES, "graph_forward", "graph_both")
-"""All passes that a record may have. Passes of a layer are timed in a CUDA graph too."""
 
 _DIGITS = 5
 
@@ -33,11 +28,18 @@ class Timing:
         median_ms: of the rounds.
         spread_ms: the slowest round less the fastest, or None.
         samples_ms: every round, in order; empty in records that did not keep them.
+
+    Raises:
+        ValueError: the median is not above 0.
     """
 
     median_ms: float
     spread_ms: float | None = None
     samples_ms: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.median_ms < math.inf:
+            raise ValueError(f"median_ms is {self.median_ms!r}; expected a number above 0")
 
     @classmethod
     def of(cls, samples_ms: list[float]) -> Timing:
@@ -76,7 +78,7 @@ class Result:
         first_call_s: the first forward and backward, compilation included; Triton may find kernels in its cache on disk.
         peak_bytes: held at the most beyond the inputs, over forward and backward.
         host_us: host time of a call by pass; empty on the CPU.
-        times: by pass, of `TIMED`.
+        times: by pass: "forward", "backward", "both"; of a layer also those in a CUDA graph, "graph_forward", "graph_both".
     """
 
     name: str
@@ -114,37 +116,16 @@ class Problem:
         dtype: of q, k, v and the biases. A layer has float32 tensors, and this is the dtype of autocast.
         bytes: of inputs and output, read or written once: the least a forward can move; None where it is not known.
         results: in the order in which they ran.
-        seconds: that measuring it took, inputs and truth included; None where it is not known.
-        cut: whether the budget or Ctrl-C ended it before all of it was measured; None where it is not known.
     """
 
     workload: Workload
     dtype: str
     bytes: int | None
     results: list[Result] = dataclasses.field(default_factory=list)
-    seconds: float | None = None
-    cut: bool | None = False
 
     def result(self, name: str) -> Result | None:
         """The result of a contender."""
         return next((result for result in self.results if result.name == name), None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Ceilings:
-    """The most that the device reaches, measured in the same run; None with a reason if it was not measured.
-
-    Args:
-        exp2_per_s: exponentials a second, nothing else being done.
-        copy_bytes_per_s: bytes read and written a second by a copy.
-        how: how they were measured, or why not.
-        product_flops_per_s: operations a second of a large matrix product, by dtype.
-    """
-
-    exp2_per_s: float | None = None
-    copy_bytes_per_s: float | None = None
-    how: str = ""
-    product_flops_per_s: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -153,24 +134,17 @@ class Record:
 
     Args:
         machine: device, driver, versions, commit, date; see `machine.facts`.
-        settings: the plan, in types that JSON has.
-        ceilings: of the device.
+        settings: the options, in types that JSON has.
         problems: in the order in which they were measured.
-        finished: "complete", "out of time" or "interrupted".
-        seconds: wall clock of the run; None where it is not known.
+        finished: "complete" or "interrupted".
+        ceilings: the most that the device reaches, if `benchmarks/ceilings.py` measured it.
     """
 
     machine: dict[str, Any]
     settings: dict[str, Any]
-    ceilings: Ceilings = dataclasses.field(default_factory=Ceilings)
     problems: list[Problem] = dataclasses.field(default_factory=list)
     finished: str = "complete"
-    seconds: float | None = None
-
-    def to_json(self) -> str:
-        """One JSON object that `read` takes."""
-        data = dataclasses.asdict(self)
-        return json.dumps({"schema": SCHEMA, **_plain(data)}, indent=1, allow_nan=False) + "\n"
+    ceilings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def _plain(value: Any) -> Any:
@@ -185,8 +159,13 @@ def _plain(value: Any) -> Any:
 
 
 def write(record: Record, path: Path) -> None:
-    """Write a record completely, or leave the old file."""
-    write_text(record.to_json(), path)
+    """Write one JSON object that `read` takes, completely, or leave the old file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    data = {"schema": SCHEMA, **_plain(dataclasses.asdict(record))}
+    write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", path)
 
 
 def write_text(text: str, path: Path) -> None:
@@ -195,20 +174,7 @@ def write_text(text: str, path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    with replacing(path) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file to write beside the one of this name, which it replaces at the end of the block."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        yield unfinished
-        os.replace(unfinished, path)
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
+    cache.write(path, text.encode())
 
 
 def read(path: Path) -> Record:
@@ -230,60 +196,30 @@ def read(path: Path) -> Record:
         return Record(
             machine=dict(data["machine"]),
             settings=dict(data.get("settings", {})),
-            ceilings=_ceilings(data.get("ceilings", {})),
             problems=[_problem(problem) for problem in data.get("problems", [])],
             finished=str(data["finished"]),
-            seconds=_number(data, "seconds", zero=True),
+            ceilings=dict(data.get("ceilings", {})),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"is damaged: {type(error).__name__}: {error}") from None
 
 
-def _number(data: dict[str, Any], name: str, *, zero: bool = False, needed: bool = False) -> Any:
-    """A field that is a number above 0. `zero` also allows 0, and only a `needed` field may not be absent."""
-    value = data.get(name)
-    if value is None and not needed:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf or (zero and value == 0)):
-        raise ValueError(f"{name} is {value!r}; expected a number {'from 0 up' if zero else 'above 0'}")
-    return value
-
-
-def _ceilings(data: dict[str, Any]) -> Ceilings:
-    for name in ("exp2_per_s", "copy_bytes_per_s"):
-        _number(data, name)
-    for dtype in data.get("product_flops_per_s", {}):
-        _number(data["product_flops_per_s"], dtype, needed=True)
-    return Ceilings(**data)
-
-
 def _problem(data: dict[str, Any]) -> Problem:
     sizes = dict(data["workload"])
-    for name in ("b", "n", "h", "lq", "lk", "d", "kv_heads", "most_rows", "channels"):
-        needed = name not in ("kv_heads", "most_rows", "channels")
-        if _number(sizes, name, needed=needed) is not None and not isinstance(sizes[name], int):
-            raise ValueError(f"{name} is {sizes[name]!r}; expected a whole number")
     sizes["length_axes"] = tuple(sizes.get("length_axes", ("lq", "lk")))
     results = [_result(result) for result in data.get("results", [])]
-    seconds = _number(data, "seconds", zero=True)
-    return Problem(Workload(**sizes), str(data["dtype"]), _number(data, "bytes"), results, seconds, data.get("cut"))
+    return Problem(Workload(**sizes), str(data["dtype"]), data.get("bytes"), results)
 
 
 def _result(data: dict[str, Any]) -> Result:
     fields = dict(data)
-    fields["errors"] = {name: float(error) for name, error in fields.get("errors", {}).items()}
+    for name in ("errors", "host_us"):
+        fields[name] = {key: float(value) for key, value in fields.get(name, {}).items()}
     fields["times"] = {name: _timing(time) for name, time in fields.get("times", {}).items()}
-    for name in ("first_call_s", "peak_bytes"):
-        _number(fields, name, zero=True)
-    for name in fields.get("host_us", {}):
-        _number(fields["host_us"], name, zero=True, needed=True)
     return Result(**fields)
 
 
 def _timing(data: dict[str, Any]) -> Timing:
-    samples = data.get("samples_ms", ())
-    for sample in samples:
-        _number({"a sample_ms": sample}, "a sample_ms", needed=True)
-    return Timing(
-        float(_number(data, "median_ms", needed=True)), _number(data, "spread_ms", zero=True), tuple(map(float, samples))
-    )
+    spread = data.get("spread_ms")
+    samples = tuple(map(float, data.get("samples_ms", ())))
+    return Timing(float(data["median_ms"]), None if spread is None else float(spread), samples)

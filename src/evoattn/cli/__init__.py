@@ -19,7 +19,7 @@ Evoformer attention, the attention of the AlphaFold family: exact and memory-eff
   evoattn demo      the four attentions of an Evoformer block on a real alignment, next to dense PyTorch
   evoattn run       a program, such as boltz, whose attention evoattn computes, without a changed line
   evoattn warm      compiles what a model family needs, on all cores, before its first call
-  evoattn bench     speed, memory and error next to every peer that is installed, as a table and as a page
+  evoattn bench     speed, memory and error next to every peer that is installed
   evoattn tune      better tile sizes for this machine and your shapes: a luxury, not a need
   evoattn fuzz      random problems on every backend, judged against float64
 """

@@ -7,13 +7,14 @@ import contextlib
 import dataclasses
 import importlib.resources
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 import evoattn
-from evoattn.bench import machine, plots
+from evoattn.bench import machine
 from evoattn.bench.record import Problem, Result
 from evoattn.bench.table import aligned
 from evoattn.cli import sweep
@@ -115,6 +116,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; everything that can be refused is, before any work."""
     need_extra("matplotlib")
+    _find_plots()
     output = check_output(arguments.output, "--output", ".png")
     device = pick(arguments.device)
     dtype = DTYPES[arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
@@ -137,8 +139,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if any(beyond for _, _, beyond in measured) else 0
 
 
+def _find_plots() -> None:
+    """Let `plots` be imported from the checkout. Refuse if evoattn is installed without one."""
+    folder = Path(__file__).parents[3] / "benchmarks"
+    if not (folder / "plots.py").is_file():
+        raise RefusedError("needs a checkout of evoattn, whose benchmarks/plots.py draws the picture")
+    sys.path.insert(0, str(folder))
+
+
 def draw(growth: list[Problem], device: torch.device, output: Path) -> None:
-    """Draw and write the PNG."""
+    """Draw and write the PNG, with the plots of the checkout's benchmarks."""
+    import plots
+
     sizes = f"{TRIANGLE_HEADS} heads x {CHANNELS} channels, {growth[0].dtype}"
     notes = [f"{name} was not run {why}" for name, why in sweep.stops(growth).items()]
     title = f"Triangle attention, forward + backward: {sizes}"

@@ -13,17 +13,13 @@ from evoattn.bench.clock import Clock, clock_for
 from evoattn.bench.contender import Contender, Runner, one_line, out_of_memory
 from evoattn.bench.memory import peak_bytes, too_much
 from evoattn.bench.peers import PEERS, backend_peer
-from evoattn.bench.plan import Plan
-from evoattn.bench.record import PASSES, Problem, Result, Timing
+from evoattn.bench.record import Problem, Result, Timing
 from evoattn.cli.evoformer import CHANNELS, TRIANGLE_HEADS, embed, triangle_start
 from evoattn.cli.terminal import Step
 from evoattn.core.problem import dtype_name
 from evoattn.testing import Inputs
 from evoattn.testing.oracle import budgets, excess
 from evoattn.workloads import Workload, workload
-
-PLAN = Plan((), (), PASSES, ("auto",), ("dense",))
-"""The contenders: evoattn with the backend that it chooses, and dense torch."""
 
 PATIENCE_S = {"evoattn": 60.0, "dense": 8.0}
 """Most seconds of one forward + backward. A length that is expected to take longer is not measured."""
@@ -56,7 +52,8 @@ class Size:
 
 def measure(contender: Contender, result: Result, inputs: Inputs, passes: tuple[str, ...], size: Size, clock: Clock) -> None:
     """Note time and peak memory, or why there are none. The run that measures memory warms up those that measure time."""
-    device, needed = inputs.q.device, contender.score_copies * attentions.scores_of(inputs) * inputs.q.element_size()
+    device, scores = inputs.q.device, inputs.q[..., 0].numel() * inputs.k.shape[2]
+    needed = contender.score_copies * scores * inputs.q.element_size()
     if reason := too_much(int(needed), device):
         return result.mark_untimed("left out", f"needs {reason}")
     try:
@@ -83,7 +80,7 @@ def four_attentions(attentions_of_block: list[Inputs], size: Size, step: Step) -
         sizes = (1, case.n, case.h, case.lq, case.lk, case.d)
         shape = Workload(case.name, *sizes, True, inputs.pair_bias is not None, "")
         problem = Problem(shape, dtype_name(case.dtype), attentions.io_bytes(inputs))
-        for contender, result in attentions.contenders(PLAN, inputs):
+        for contender, result in attentions.contenders(inputs, ("auto",), ("dense",)):
             step(f"{case.name}, {contender.name}")
             measure(contender, result, inputs, ("forward", "backward"), size, clock_for(inputs.q.device))
             problem.results.append(result)

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import importlib.util
 import itertools
-import math
 import os
 import sys
 import tempfile
@@ -178,7 +177,7 @@ Count = Callable[[int, str], None]
 
 
 @contextlib.contextmanager
-def _bar(*, elapsed: bool = True) -> Iterator[Callable[[int, int | None, str], None] | None]:
+def _bar() -> Iterator[Callable[[int, int | None, str], None] | None]:
     """Show a bar on stderr: steps done, of how many, and what is going on. None without a terminal or without rich."""
     if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
         yield None
@@ -187,7 +186,7 @@ def _bar(*, elapsed: bool = True) -> Iterator[Callable[[int, int | None, str], N
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), *([TimeElapsedColumn()] if elapsed else []))
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
     text = TextColumn("{task.description}", markup=False)
     with Progress(*columns, text, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=None)
@@ -222,34 +221,3 @@ def progress(total: int) -> Iterator[Step]:
     numbers = itertools.count(1)
     with count_progress(total, every_s=0.0) as count:
         yield lambda what: count(next(numbers), what)
-
-
-@contextlib.contextmanager
-def problem_progress(budget_s: float | None) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar over problems on stderr with what is being measured and the time left; without a terminal, a line a problem.
-
-    The function is called before each step of a run, with the number of the problem, from 1, and of all problems.
-
-    Args:
-        budget_s: after which the run ends whatever is left, or None.
-    """
-    start, shown = time.perf_counter(), 0
-
-    def time_left(problem: int, problems: int) -> str:
-        passed = time.perf_counter() - start
-        expected = passed / (problem - 1) * (problems - problem + 1) if problem > 1 else math.inf
-        seconds = min(expected, math.inf if budget_s is None else budget_s - passed)
-        return "" if seconds == math.inf else f"{max(0, round(seconds)) // 60}:{max(0, round(seconds)) % 60:02d} left"
-
-    with _bar(elapsed=False) as bar:
-
-        def step(problem: int, problems: int, what: str) -> None:
-            nonlocal shown
-            if bar is not None:
-                bar(problem - 1, problems, f"{time_left(problem, problems):>10}  {what}")
-            elif problem != shown:
-                shown = problem
-                line = f"[{problem}/{problems}] {what.partition(':')[0]}  {time_left(problem, problems)}"
-                print(line, file=sys.stderr, flush=True)
-
-        yield step

@@ -9,23 +9,23 @@ from pathlib import Path
 
 import torch
 
-from evoattn.bench import attentions, machine, search, table
+from evoattn.bench import attentions, machine, table
 from evoattn.bench.clock import clock_for
-from evoattn.bench.plan import default_plan
-from evoattn.bench.search import Tuned
+from evoattn.cli import tile_search
 from evoattn.cli.bench import workloads_of
 from evoattn.cli.terminal import (
     RefusedError,
     add_command,
     among,
+    count_progress,
     pick,
-    problem_progress,
     refusing_place,
     try_to_write_in,
     whole_number,
 )
+from evoattn.cli.tile_search import Tuned
 from evoattn.core import tuned_tiles
-from evoattn.workloads import Workload, workload
+from evoattn.workloads import Workload
 
 _ABOUT = """\
 Tries tile sizes around the built-in choice on this machine, and keeps what is faster beyond the noise and by 3% or
@@ -49,14 +49,16 @@ are kept
 
 _VARIABLE = "EVOATTN_CACHE_DIR"
 _DTYPES = ("bfloat16", "float16", "float32")
-_GPU = ("tri384", "tri256", "msa_row", "msa_column", "tri768", "diffusion768", "single768", "tri397")
+_USUAL = {
+    "cuda": ("tri384", "tri256", "msa_row", "msa_column", "tri768", "diffusion768", "single768", "tri397"),
+    "cpu": ("tri128", "msa_row128n128", "tri97", "msa_column32"),
+}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `tune` to the command line."""
     parser = add_command(commands, "tune", run, "better tile sizes for this machine and your shapes: a luxury", _ABOUT, _EPILOG)
     parser.add_argument("--workloads", nargs="+", metavar="NAME", help="as in evoattn bench, such as tri500")
-    parser.add_argument("--lengths", nargs="+", metavar="L", help="every workload named, or triangle attention, at these")
     parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", help="default: bfloat16 on a GPU, float32 on the CPU")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is the GPU if there is one")
     parser.add_argument("--budget", type=whole_number(1), default=300, metavar="S", help="seconds in all (default: 300)")
@@ -81,8 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.show:
         _show(on_cpu)
         return 0
-    default = default_plan("cpu", quick=False).workloads[:4] if on_cpu else tuple(workload(name) for name in _GPU)
-    workloads = workloads_of(arguments, default)
+    workloads = workloads_of(arguments.workloads, _USUAL[device.type])
     dtypes = among("--dtypes", arguments.dtypes, _DTYPES, ("float32",) if on_cpu else ("bfloat16",))
     with refusing_place(place, _VARIABLE):  # before minutes of search: it could not be kept after them
         try_to_write_in(place.parent)
@@ -106,19 +107,19 @@ def _search(
     """Search each problem within its share of the time left, and write each finding at once."""
     clock = clock_for(device)
     end = clock.now() + budget_s
-    with problem_progress(budget_s) as progress:
-        for number, (asked, dtype) in enumerate(problems, start=1):
-            until = clock.now() + (end - clock.now()) / (len(problems) - number + 1)
+    with count_progress(len(problems)) as progress:
+        for done, (asked, dtype) in enumerate(problems):
+            until = clock.now() + (end - clock.now()) / (len(problems) - done)
             what = f"{asked.name}, {dtype}"
 
-            def say(config: str, number: int = number, what: str = what) -> None:
-                progress(number, len(problems), f"{what}: {config}")
+            def say(config: str, done: int = done, what: str = what) -> None:
+                progress(done, f"{what}: {config}")
 
             if reason := attentions.too_large(asked, getattr(torch, dtype), device):
                 print(f"{what}: left out: {reason}", file=sys.stderr)
                 continue
             say("built-in choice")
-            for one in search.tune(asked, dtype, device, clock, until, say):
+            for one in tile_search.tune(asked, dtype, device, clock, until, say):
                 findings.append(one)
                 if one.config is not None:
                     with refusing_place(place, _VARIABLE):

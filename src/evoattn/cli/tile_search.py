@@ -1,4 +1,4 @@
-"""The search of `evoattn tune`: it tries neighbours of the best tiles so far, and verifies each before it is timed."""
+"""The search of `evoattn tune`. It tries neighbours of the best tiles so far, and verifies each before it is timed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch import Tensor
 
 from evoattn.backends import AUTO_ORDER
 from evoattn.bench import attentions
-from evoattn.bench.budget import Budget
 from evoattn.bench.clock import Clock
 from evoattn.bench.contender import Runner, worst
 from evoattn.bench.peers import backend_peer
 from evoattn.bench.record import Result, Timing
-from evoattn.bench.timing import time_in_turn
+from evoattn.bench.run import time_in_turn
 from evoattn.core import tuned_tiles
 from evoattn.core.config import Config
 from evoattn.core.problem import NO_GRADIENTS, Problem
@@ -103,7 +102,11 @@ def tune(
         for name in AUTO_ORDER:
             chosen = attentions.explanation(inputs, name)
             if name == "triton" and chosen.config is not None and chosen.config.block_q is None:
+<<<<<<< HEAD:src/evoattn/bench/search.py
                 return  # few queries and few keys: kernels that have no tiles of queries, and ask no table
+=======
+                return  # few queries and few keys: kernels without tiles of scores, which ask no table
+>>>>>>> 4426010 (Keep the benchmark of attention alone in the wheel):src/evoattn/cli/tile_search.py
             if chosen.config is not None and not refusals(name, chosen.problem, chosen.config):
                 break
         else:
@@ -190,8 +193,7 @@ class _Climb:
     def _times(self, rounds: int, *runners: Runner) -> list[Timing]:
         """Timings of the runners, in interleaved rounds. Raise RuntimeError if one has no time."""
         pairs = [(Result(str(number)), runner) for number, runner in enumerate(runners)]
-        budget, scores = Budget(None, 1, self.clock), attentions.scores_of(self.inputs)
-        time_in_turn(pairs, (self.direction,), rounds, scores, self.clock, budget, lambda what: None)
+        time_in_turn(pairs, (self.direction,), rounds, self.clock, lambda what: None)
         if reason := next((result.reason for result, _ in pairs if result.reason), None):
             raise RuntimeError(reason)
         return [result.times[self.direction] for result, _ in pairs]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import contenders
+from ceilings import roofs
+
 from evoattn.bench import table
-from evoattn.bench.record import Problem, Record, replacing
+from evoattn.bench.record import Problem, Record
+from evoattn.compile import cache
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +46,7 @@ def _style(names: list[str]) -> dict[str, tuple[str, str]]:
     for name in names:
         if name == "evoattn":
             styles[name] = (EVOATTN, "o")
-        elif table.is_bound(name):
+        elif contenders.is_bound(name):
             styles[name] = (_BOUND, "x")
         else:
             styles[name] = (_COLOURS[peers % len(_COLOURS)], _MARKERS[1 + peers % (len(_MARKERS) - 1)])
@@ -124,7 +129,7 @@ def rates(record: Record, problems: list[Problem]) -> Figure:
 def _draw_rates(record: Record, styles: dict[str, tuple[str, str]], axes: Axes, row: int, problem: Problem, name: str) -> None:
     """One workload: the lowest ceiling, evoattn's rate with its share of that, and a mark for each of the others."""
     rate = table.rate(problem, problem.result("evoattn"), name)
-    bounds = table.roofs(record, problem, name)
+    bounds = roofs(record, problem, name)
     if bounds:
         lowest = min(bounds, key=lambda what: bounds[what])
         colour, title = _CEILINGS[lowest]
@@ -142,7 +147,7 @@ def _draw_rates(record: Record, styles: dict[str, tuple[str, str]], axes: Axes, 
             colour, marker = styles[result.name]
             edge = colour if marker == "x" else "white"
             style = {"markersize": 6.5, "color": colour, "markeredgecolor": edge, "linestyle": "", "zorder": 3}
-            axes.plot(peer_rate, row, marker=marker, label=table.title(result.name), **style)
+            axes.plot(peer_rate, row, marker=marker, label=contenders.title(result.name), **style)
 
 
 def headed(quantity: str, problems: list[Problem]) -> str:
@@ -178,7 +183,7 @@ def growth(problems: list[Problem], title: str, about: str, notes: str = "", bes
         if longest := max(own.keys() & other.keys(), default=None):
             ratio = other[longest] / own[longest]
             words = f"{100 / ratio:.0f}% of the memory of" if name == _MEMORY else f"{ratio:.1f}x as fast as"
-            axes.set_title(f"{words} {table.title(beside)} at L = {longest}", loc="left", fontsize=10.5, color=INK)
+            axes.set_title(f"{words} {contenders.title(beside)} at L = {longest}", loc="left", fontsize=10.5, color=INK)
     handles, labels = panels[-1].get_legend_handles_labels()
     if beside:
         panels[0].legend(loc="upper left", frameon=False)
@@ -207,7 +212,7 @@ def _draw_curves(axes: Axes, curves: dict[str, dict[int, float]], styles: dict[s
         points = curves.get(name, {})  # without one, the legend still has its name
         width, line = (2.5, "-") if name == "evoattn" else (1.5, "--")
         xs, ys = [*points], [*points.values()]
-        axes.plot(xs, ys, line, color=colour, marker=marker, markersize=5, linewidth=width, label=table.title(name))
+        axes.plot(xs, ys, line, color=colour, marker=marker, markersize=5, linewidth=width, label=contenders.title(name))
     logarithmic(axes, {length for points in curves.values() for length in points})
     axes.set_xlabel("length L")
     axes.set_ylabel(label)
@@ -243,32 +248,7 @@ def save(figure: Figure, path: Path, metadata: dict[str, str] | None = None, dpi
     Raises:
         OSError: it cannot be written.
     """
-    with style(), replacing(path) as unfinished:
-        figure.savefig(unfinished, format="png", dpi=dpi, metadata=metadata)
-
-
-def write_png(record: Record, path: Path) -> None:
-    """The plots of a record's first dtype in one file: speed above, growth with length below where there is more than one.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    import numpy
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.image import imsave
-
-    problems = [p for p in record.problems if p.dtype == record.problems[0].dtype]
-    pictures = []
+    picture = io.BytesIO()
     with style():
-        figures = [rates(record, problems)]
-        if len({p.workload.length for p in problems if p.workload.family == "tri"}) > 1:
-            figures.append(against_length(record, problems))
-        for figure in figures:
-            figure.set_dpi(130)
-            canvas: Any = FigureCanvasAgg(figure)  # type: ignore[no-untyped-call]
-            canvas.draw()
-            pictures.append(numpy.asarray(canvas.buffer_rgba()))
-    width = max(picture.shape[1] for picture in pictures)
-    padded = [numpy.pad(x, ((0, 0), (0, width - x.shape[1]), (0, 0)), constant_values=255) for x in pictures]
-    with replacing(path) as unfinished:
-        imsave(unfinished, numpy.concatenate(padded), format="png", dpi=130)
+        figure.savefig(picture, format="png", dpi=dpi, metadata=metadata)
+    cache.write(path, picture.getvalue())

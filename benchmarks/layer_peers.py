@@ -16,7 +16,7 @@ from evoattn.bench.contender import RefusesError
 from evoattn.nn import from_openfold3
 
 if TYPE_CHECKING:
-    from evoattn.bench.layers import Layer
+    from layer_ways import Layer
 
 Compute = Callable[["Layer"], Tensor]
 """A layer -> its output."""

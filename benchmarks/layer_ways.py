@@ -1,6 +1,6 @@
-"""Whole layers in the benchmark: their inputs, the float64 truth, and who computes them, by the same names as `attentions`.
+"""Whole layers: their inputs, the float64 truth, and the ways to compute them.
 
-Every contender takes the same parameters, those of a layer of `evoattn.nn`. It computes in 16 bits under autocast while its
+Every way takes the same parameters, those of a layer of `evoattn.nn`. It computes in 16 bits under autocast while its
 tensors are float32, as models train.
 """
 
@@ -14,26 +14,18 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from layer_peers import Compute, cuequivariance, openfold3
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import evoattn
 from evoattn.bench.attentions import SCORES, random_keys
 from evoattn.bench.contender import Contender, Prepared
-from evoattn.bench.layer_peers import Compute, cuequivariance, openfold3
 from evoattn.bench.peers import dense
-from evoattn.bench.plan import Plan
-from evoattn.bench.record import Result
 from evoattn.nn import AttentionPairBias, MSARowAttentionWithPairBias, TriangleAttention
 from evoattn.nn.msa import MSAAttention
 from evoattn.nn.pair_bias import AdaLN
 from evoattn.workloads import Workload
-
-PASSES = ("forward", "both")
-ROUNDINGS = 2
-"""A layer rounds to 16 bits before and after its attention: so many times an attention's error is still rounding."""
-
-GRAPHS = True
 
 _DENSE_COPIES = 12
 """Bytes per score of a dense layer over those of its dtype: float32 softmax under autocast, scores, and their gradients."""
@@ -101,11 +93,6 @@ def fill(module: nn.Module, rng: torch.Generator) -> None:
             x.copy_((x.shape[-1] ** -0.5 if x.ndim == 2 else 0.1) * noise + gain)
 
 
-def too_large(workload: Workload, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return None: the memory of a layer is not estimated, and its truth is computed in parts."""
-    return None
-
-
 def inputs_of(workload: Workload, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Layer:
     """A layer with random parameters and inputs.
 
@@ -131,12 +118,6 @@ def inputs_of(workload: Workload, dtype: torch.dtype, device: torch.device, seed
 def io_bytes(layer: Layer) -> int:
     """Bytes of inputs, parameters, mask and output, each once."""
     return sum(x.nbytes for x in (*layer.leaves, layer.mask, layer.do))
-
-
-def scores_of(layer: Layer) -> int:
-    """The number of exponentials that the softmax takes."""
-    keys: int = layer.mask.shape[-2 if layer.kind == "msa_column" else -1]
-    return layer.mask.numel() * keys * layer.module.no_heads
 
 
 def _normed(module: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, nn.Linear | None]:
@@ -274,17 +255,7 @@ WAYS: tuple[Contender, ...] = (
 """In the order in which they run."""
 
 
-def names(plan: Plan) -> list[str]:
-    """Names of all contenders, whatever a plan asks for."""
-    return [way.name for way in WAYS]
-
-
-def contenders(plan: Plan, layer: Layer) -> list[tuple[Contender, Result]]:
-    """Those that run on a layer, each with an empty result."""
-    return [(way, Result(way.name)) for way in WAYS]
-
-
-def truth(layer: Layer, between: Callable[[float], None] = lambda done: None) -> dict[str, Tensor]:
+def truth(layer: Layer) -> dict[str, Tensor]:
     """Output and gradients in float64: "o", "dNAME" of each input, and "dparameters" of all parameters as one vector."""
     module = copy.deepcopy(layer.module).double()
     inputs = {name: x.detach().double().requires_grad_() for name, x in layer.inputs.items()}

@@ -1,4 +1,4 @@
-"""`evoattn bench --gpus N`: two processes on a CPU, what it refuses, processes that die, and its records."""
+"""`dev.py bench sharded`: two processes on a CPU, what it refuses, processes that die, and its records."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evoattn import cli
 from evoattn.bench import record as records
+from evoattn.bench.record import Problem, Result, Timing
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch was built without gloo, which these processes talk through", allow_module_level=True)
 
-from evoattn.bench import sharded, sharded_table
-from evoattn.bench.record import Problem, Result, Timing
-from evoattn.bench.sharded import LAYERS, Job, Plan
-from evoattn.bench.sharded_table import ON_ONE, VERIFIED, WAYS
+import sharded_block
+import sharded_table
+import sharded_times
+from sharded_block import LAYERS, Job, Plan
+from sharded_table import ON_ONE, VERIFIED, WAYS
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "sharded"
-TWO = ["bench", "--gpus", "2", "--device", "cpu", "--lengths", "5", "--rounds", "2"]
+TWO = ["--gpus", "2", "--device", "cpu", "--lengths", "5", "--rounds", "2"]
 MACHINE = {"device": "a machine", "kind": "gpu", "torch": "2"}
 MISSING = Result("", "left out", "does not fit")
 
@@ -37,7 +38,7 @@ MISSING = Result("", "left out", "does not fit")
 def errors(largest: float, ratio: float) -> Problem:
     """The verified block, whose errors are 0.2 on one process."""
     of_all = Result(VERIFIED, errors={"largest": largest, "largest ratio": ratio})
-    return sharded.problem(24, "", Result(VERIFIED + ON_ONE, errors={"largest": 0.2}), of_all)
+    return sharded_block.problem(24, "", Result(VERIFIED + ON_ONE, errors={"largest": 0.2}), of_all)
 
 
 def times(length: int, way: str, single: Result = MISSING) -> Problem:
@@ -45,7 +46,7 @@ def times(length: int, way: str, single: Result = MISSING) -> Problem:
     measured = WAYS[way][0]
     both = Result("", host_us={measured: 3e3}, peak_bytes=int(0.9 * 2**30), times={measured: Timing(5.0)})
     single, both = (dataclasses.replace(x, name=f"evoattn/{way}{end}") for x, end in ((single, ON_ONE), (both, "")))
-    return sharded.problem(length, "", single, both)
+    return sharded_block.problem(length, "", single, both)
 
 
 ERRORS = errors(0.25, 1.25)
@@ -55,13 +56,13 @@ TIMES = times(1024, "inference", Result("", host_us={"forward": 2e3}, peak_bytes
 @pytest.mark.slow
 def test_two_processes_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.json"
-    assert cli.main([*TWO, "--parts", "--json", str(path), "--commit", "abc123", "--note", "a test"]) == 0
+    assert sharded_times.main([*TWO, "--parts", "--json", str(path), "--commit", "abc123", "--note", "a test"]) == 0
     printed = capsys.readouterr()
     assert "commit abc123" in printed.out and "; 2 processes\n" in printed.out
     assert re.search(r"at 24 residues: 0\.\d+ of one process, 0\.\d+ of 2 processes; each at most 1\.\d\d times", printed.out)
     assert re.search(r"^5 +inference +[\d.]+ +[\d.]+ +- +[\d.]+ +[\d.]+ +- +\d+%  -$", printed.out, re.MULTILINE)
     assert re.search(r"^5 +tri_mul_out, training step +[\d.]+ ", printed.out, re.MULTILINE)
-    assert "[2/13] 5 residues, inference\n[3/13] 5 residues, training\n[4/13] 5 residues, tri_mul_out, " in printed.err
+    assert "5 residues, inference\n5 residues, training\n5 residues, tri_mul_out, " in printed.err
     record = records.read(path)
     assert record.finished == "complete" and record.machine["kind"] == "cpu" and record.settings["note"] == "a test"
     timed = [(problem, result) for problem in record.problems for result in problem.results if result.times]
@@ -75,8 +76,7 @@ def test_two_processes_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for _, result in timed:
         ((measured, time),) = result.times.items()
         assert 0 < result.host_us[measured] / 1e3 <= time.median_ms < 1e5
-    assert cli.main(["bench", "--from", str(path)]) == 0
-    assert capsys.readouterr().out == printed.out
+    assert sharded_table.as_text(record) == printed.out.rstrip("\n")
 
 
 def killed(rank: int, plan: Plan, commit: str | None, port: int, sender: Connection) -> None:
@@ -104,10 +104,10 @@ def fails(rank: int, *_: object) -> None:
     ],
 )
 def test_a_process_that_dies_ends_the_others(work: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "work", work)
+    monkeypatch.setattr(sharded_block, "work", work)
     start, messages = time.monotonic(), []
-    with pytest.raises(sharded.ProcessDiedError) as caught:
-        messages.extend(sharded.run(Plan(2, "cpu", (5,), 2), "abc123"))
+    with pytest.raises(sharded_block.ProcessDiedError) as caught:
+        messages.extend(sharded_block.run(Plan(2, "cpu", (5,), 2), "abc123"))
     assert str(caught.value) == message
     assert time.monotonic() - start < 60
 
@@ -120,14 +120,14 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *parts: dict[str, str] | Problem, e
         if end is not None:
             raise end
 
-    monkeypatch.setattr(sharded, "run", run)
+    monkeypatch.setattr(sharded_block, "run", run)
 
 
 def test_sharded_table_shows_times_memory_and_scaling(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, MACHINE, ERRORS, TIMES, times(2048, "training"))
-    assert cli.main(TWO) == 0
+    assert sharded_times.main(TWO) == 0
     lines = [re.sub(" +", " ", line) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "a machine, torch 2; 2 GPUs"
     assert lines[2].endswith("at 24 residues: 0.200 of one GPU, 0.250 of 2 GPUs; each at most 1.25 times that of one GPU")
@@ -139,7 +139,7 @@ def test_sharded_table_shows_times_memory_and_scaling(
 ENDS: dict[str, tuple[Problem, BaseException | None, int, str, str]] = {
     "died": (
         ERRORS,
-        sharded.ProcessDiedError("process 2 of 2 ended by signal SIGKILL"),
+        sharded_block.ProcessDiedError("process 2 of 2 ended by signal SIGKILL"),
         1,
         "error: process 2 of 2 ended by signal SIGKILL; the results so far are above",
         "a process died",
@@ -168,43 +168,19 @@ def test_how_it_ends(
 ) -> None:
     """The results so far are shown and written."""
     pretend(monkeypatch, MACHINE, verified, TIMES, end=end)
-    assert cli.main([*TWO, "--json", str(tmp_path / "a.json")]) == status
+    assert sharded_times.main([*TWO, "--json", str(tmp_path / "a.json")]) == status
     printed = capsys.readouterr()
-    assert printed.err.endswith(f"\nevoattn bench: {message}\n")
+    assert printed.err.endswith(f"sharded_times: {message}\n")
     timed = finished != "wrong"
     assert ("1,024" in printed.out, "no time was measured" in printed.out) == (timed, not timed)
     record = records.read(tmp_path / "a.json")
     assert (record.finished, record.problems) == (finished, [verified, TIMES][: 1 + timed])
 
 
-def test_a_record_that_cannot_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    pretend(monkeypatch, MACHINE, ERRORS, TIMES)
-    monkeypatch.setattr(records, "write_text", full)
-    assert cli.main([*TWO, "--json", str(tmp_path / "a.json")]) == 2
-    printed = capsys.readouterr()
-    assert "1,024" in printed.out and printed.err.endswith("a.json': cannot be written: No space left on device\n")
-
-
-OTHERS = (
-    *("list", "workloads tri16", "dtypes float32", "passes both", "backends auto", "peers", "budget 9", "csv a.csv"),
-    *("png a.png", "resume a.json", "from a.json", "compare a.json b.json", "threshold 1"),
-)
-"""Options of `evoattn bench` that do not go with --gpus, and values for them."""
-
 REFUSED = {
-    "too few": ([], "--gpus 2: torch finds 1 GPU here; expected 2 or more, or --device cpu"),
-    "one": (["--gpus", "1"], r"argument --gpus: expected a whole number from 2 up, got '1' \(see evoattn bench --help\)"),
-    "length": (["--device", "cpu", "--lengths", "0"], "--lengths: expected a whole number from 1 up, got '0'"),
-    "json": (["--device", "cpu", "--json", "a.txt"], r"--json 'a\.txt': expected a name that ends in \.json"),
-    **{
-        option: ([f"--{option}", *values], f"--gpus measures a pair block: leave out --{option}")
-        for option, *values in map(str.split, OTHERS)
-    },
+    "too few": (["--gpus", "2"], "--gpus 2: torch finds 1 GPUs here; --device cpu is a trial without them"),
+    "one": (["--gpus", "1"], "expected --gpus from 2 up and --lengths from 1 up"),
+    "length": (["--device", "cpu", "--lengths", "0"], "expected --gpus from 2 up and --lengths from 1 up"),
 }
 
 
@@ -213,25 +189,18 @@ def test_refused_before_any_work(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, end=AssertionError("it began"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert cli.main(["bench", "--gpus", "2", *arguments]) == 2
+    with pytest.raises(SystemExit) as ended:
+        sharded_times.main(arguments)
     printed = capsys.readouterr()
-    assert printed.out == "" and re.fullmatch(rf"evoattn bench: error: {message}\n", printed.err)
+    assert ended.value.code == 2 and printed.out == "" and printed.err.endswith(f"error: {message}\n")
 
 
-def test_refused_without_gpus_or_a_backend(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["bench", "--gpus", "2"]) == 2
-    assert "--gpus 2: torch finds no GPU here; expected 2 or more, or --device cpu\n" in capsys.readouterr().err
+def test_refused_without_a_backend(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_backend_available", lambda name: False)
-    assert cli.main(TWO) == 2
-    assert "--gpus 2: this torch was built without gloo; expected one with it\n" in capsys.readouterr().err
-    monkeypatch.setattr(dist, "is_available", lambda: False)
-    assert cli.main(TWO) == 2
-    assert "--gpus: this torch was built without torch.distributed; expected one with it\n" in capsys.readouterr().err
-    assert cli.main(["bench", "--parts"]) == 2
-    assert capsys.readouterr().err == "evoattn bench: error: --parts is for --gpus: leave out --parts\n"
+    with pytest.raises(SystemExit):
+        sharded_times.main(TWO)
+    assert capsys.readouterr().err.endswith("this torch was built without gloo; expected one with it\n")
 
 
 def test_records() -> None:

@@ -18,12 +18,16 @@ import math
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from cuda_graphs import captured
+from layer_ways import fill
+from sharded_table import BLOCK, ON_ONE, VERIFIED, WAYS
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -32,12 +36,8 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, 
 
 from evoattn import testing
 from evoattn.bench import machine
-from evoattn.bench.clock import clock_for
-from evoattn.bench.layers import fill
 from evoattn.bench.memory import release
 from evoattn.bench.record import Problem, Result, Timing
-from evoattn.bench.sharded_table import BLOCK, ON_ONE, VERIFIED, WAYS
-from evoattn.bench.timing import captured
 from evoattn.nn import PairformerBlock
 from evoattn.workloads import workload
 
@@ -184,18 +184,25 @@ def _time(
     The time is the median of the rounds. The host's is the least: until a call into an empty queue returns, without a wait for
     the device. `meet` waits for the other processes. A `graph` is recorded first.
     """
-    clock = clock_for(device)
     release(device)
     for number in range(WARM_UP):
         call(number)
-    clock.synchronize()
+    machine.synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     if graph:
         meet()
-        clock.synchronize()
+        machine.synchronize(device)
         call, _ = captured(call, warm_up=0, mode="thread_local")  # NCCL's thread may use the device meanwhile
-    hosts, times = zip(*clock.latencies(call, rounds, meet), strict=True)
+    hosts, times = [], []
+    for number in range(rounds):
+        machine.synchronize(device)
+        meet()
+        start = time.perf_counter()
+        call(number)
+        hosts.append(time.perf_counter() - start)
+        machine.synchronize(device)
+        times.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0.0
     return 1e3 * sorted(times)[rounds // 2], 1e6 * min(hosts), peak
 

@@ -11,11 +11,12 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from layer_workloads import LAYERS
 from record_tables import markdown
 
 from evoattn.bench import table
 from evoattn.bench.record import Record, read
-from evoattn.workloads import LAYERS, Workload
+from evoattn.workloads import Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "h200-bfloat16.json"

@@ -22,6 +22,7 @@ from typing import Any
 import cuda_graphs
 import torch
 from layer_ways import WAYS, Layer, inputs_of
+from layer_workloads import workload
 from torch import Tensor
 
 import evoattn
@@ -31,7 +32,6 @@ from evoattn.bench.clock import Clock, clock_for
 from evoattn.bench.contender import Runner
 from evoattn.bench.record import write_text
 from evoattn.nn.project import layer_norm, linear, project
-from evoattn.workloads import workload
 
 PARTS = ("norm", "projections", "attention", "gate and output")
 SAME = {"bfloat16": 3e-2, "float32": 1e-4}

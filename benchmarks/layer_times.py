@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from cuda_graphs import time_graphs
 from layer_ways import WAYS, inputs_of, io_bytes, truth
+from layer_workloads import LAYERS, workload
 
 from evoattn.bench import machine, table
 from evoattn.bench.clock import Clock, clock_for
@@ -22,7 +23,6 @@ from evoattn.bench.contender import Runner
 from evoattn.bench.memory import release
 from evoattn.bench.record import Problem, Record, Result, write
 from evoattn.bench.run import time_in_turn, verify
-from evoattn.workloads import LAYERS, workload
 
 PASSES = ("forward", "both")
 ROUNDINGS = 2

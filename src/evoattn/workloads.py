@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-__all__ = ["LAYERS", "WORKLOADS", "Workload", "workload"]
+__all__ = ["WORKLOADS", "Workload", "workload"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,53 +121,25 @@ WORKLOADS: tuple[Workload, ...] = (
 """The most telling first: what is cut short has then seen these."""
 
 
-def _layer(of: Workload, name: str, layer: str, channels: int, where: str, length_axes: tuple[str, ...]) -> Workload:
-    return dataclasses.replace(of, name=name, layer=layer, channels=channels, where=where, length_axes=length_axes)
-
-
-_DIFFUSION = _layer(
-    Workload("", 1, 48, 16, 768, 768, 48, True, True, ""),
-    "layer_diffusion768", "pair_bias", 768, "diffusion transformer's attention, the whole layer", ("lq", "lk"),
-)  # fmt: skip
-
-LAYERS: tuple[Workload, ...] = (
-    *(
-        _layer(_triangle(length), f"layer{length}", "triangle", 128, "triangle attention, the whole layer", ("n", "lq", "lk"))
-        for length in (384, 256, 768, 1536)
-    ),
-    _layer(
-        Workload("", 1, 512, 8, 384, 384, 32, True, True, ""),
-        "layer_msa_row384", "msa_row", 256, "MSA row attention with pair bias, the whole layer", ("lq", "lk"),
-    ),
-    _layer(
-        Workload("", 1, 384, 8, 512, 512, 32, True, False, ""),
-        "layer_msa_column384", "msa_column", 256, "MSA column attention, the whole layer", ("n",),
-    ),
-    _DIFFUSION,
-    _DIFFUSION.with_rows(5),
-    _layer(
-        Workload("", 1, 1, 16, 768, 768, 24, True, True, ""),
-        "layer_single768", "single", 384, "attention with pair bias of the single track, the whole layer", ("lq", "lk"),
-    ),
-)  # fmt: skip
-"""Whole layers, norm to output."""
-
-
-def workload(name: str) -> Workload:
+def workload(name: str, known: tuple[Workload, ...] = WORKLOADS) -> Workload:
     """The workload of a name, one of the list at another length, or with fewer rows: "tri500", "msa_row200n64".
+
+    Args:
+        name: of the workload.
+        known: the list.
 
     Raises:
         ValueError: there is none; the message lists the names.
     """
-    for candidate in (*WORKLOADS, *LAYERS):
+    for candidate in known:
         if candidate.name == name:
             return candidate
     fewer = re.fullmatch(r"(.*\D\d*)n([1-9]\d{0,5})", name)
-    if fewer and any(candidate.family == fewer[1].rstrip("0123456789") for candidate in (*WORKLOADS, *LAYERS)):
-        return workload(fewer[1]).with_rows(int(fewer[2]))
+    if fewer and any(candidate.family == fewer[1].rstrip("0123456789") for candidate in known):
+        return workload(fewer[1], known).with_rows(int(fewer[2]))
     found = re.fullmatch(r"(\D+)([1-9]\d{0,5})", name)
-    for candidate in (*WORKLOADS, *LAYERS):
+    for candidate in known:
         if found and candidate.family == found[1]:
             return candidate.at(int(found[2]))
-    names = ", ".join(candidate.name for candidate in (*WORKLOADS, *LAYERS))
-    raise ValueError(f"no workload {name!r}; expected one of {names}, or one of these at another length, such as tri500")
+    names, example = ", ".join(candidate.name for candidate in known), f"{known[0].family}500"
+    raise ValueError(f"no workload {name!r}; expected one of {names}, or one of these at another length, such as {example}")

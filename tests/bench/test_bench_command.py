@@ -102,7 +102,7 @@ REFUSED = {
     "backend": (["--backends", "cuda"], r"--backends: there is no 'cuda'; expected any of auto, .*reference"),
     "peer": (["--peers", "xformers"], r"--peers: there is no 'xformers'; expected any of flex, "),
     "empty": (["--dtypes", ","], r"--dtypes: expected any of"),
-    "layer": (["--workloads", "tri64", "layer384"], r"--workloads: layer384: a whole layer; `python3 dev.py bench layers` "),
+    "layer": (["--workloads", "layer384"], r"--workloads: no workload 'layer384'; expected one of tri384, "),
     "rounds": (["--rounds", "1"], r"--rounds: expected a whole number from 2 up, got '1'"),
     "place": (["--json", "no/a.json"], r"--json 'no/a\.json': there is no directory 'no'; expected one that exists"),
     "folder": (["--json", "."], r"--json '\.': is a directory; expected the name of a JSON file"),

@@ -7,9 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from layer_workloads import workload
 
 from evoattn.bench import record as records
-from evoattn.workloads import workload
 from tests.helpers.scripts import load
 
 from .conftest import a_record

@@ -6,8 +6,8 @@ from types import ModuleType
 import pytest
 import torch
 from layer_ways import inputs_of
+from layer_workloads import workload
 
-from evoattn.workloads import workload
 from tests.helpers.scripts import load
 
 from .conftest import CPU
@@ -56,5 +56,5 @@ def test_other_parts_get_no_time(layer_parts: ModuleType, monkeypatch: pytest.Mo
     )
     with pytest.raises(ValueError, match="layer12, written: the parts differ from the layer"):
         layer_parts.measure("layer12", "float32", CPU, 2)
-    with pytest.raises(ValueError, match="tri12 is no triangle layer"):
-        layer_parts.measure("tri12", "float32", CPU, 2)
+    with pytest.raises(ValueError, match="layer_single12 is no triangle layer"):
+        layer_parts.measure("layer_single12", "float32", CPU, 2)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layer_ways import WAYS, Layer, inputs_of, truth
+from layer_workloads import LAYERS, workload
 from torch import Tensor, nn
 
 from evoattn.bench import compare, table
@@ -22,7 +23,6 @@ from evoattn.bench import record as records
 from evoattn.bench.clock import WallClock
 from evoattn.bench.contender import Contender, Prepared, RefusesError, Runner
 from evoattn.bench.record import Problem, Result, Timing
-from evoattn.workloads import LAYERS, workload
 
 from .conftest import CPU, FakeClock, a_record
 

@@ -160,15 +160,12 @@ def workloads_of(asked: list[str] | None, default: tuple[str, ...]) -> tuple[Wor
     """The workloads of these names, or of the default ones, without duplicates.
 
     Raises:
-        RefusedError: there is no such workload, or it is a whole layer.
+        RefusedError: there is no such workload.
     """
     names = names_in(asked) or default
     if "all" in names:
         return WORKLOADS
     try:
-        workloads = tuple(dict.fromkeys(map(workload, names)))
+        return tuple(dict.fromkeys(map(workload, names)))
     except ValueError as error:
         raise RefusedError(f"--workloads: {error}") from None
-    if layers := [asked.name for asked in workloads if asked.layer]:
-        raise RefusedError(f"--workloads: {', '.join(layers)}: a whole layer; `python3 dev.py bench layers` measures those")
-    return workloads

@@ -12,6 +12,7 @@
                            `ceilings RECORD`: the rates of the device, into a record
     python3 dev.py figures the pictures and tables of the pages, from the committed results
     python3 dev.py goals   the ratios that the project holds itself to on a CPU
+    python3 dev.py fuzz    random calls and layers on every backend, judged against float64
     python3 dev.py proofs OUT  all machine code and launches as text, and compare BEFORE AFTER
     python3 dev.py instructions  registers, spills and loop lengths of compiled kernels, for a card or for all
     python3 dev.py clients the blocks of the clients, or of those that are named, with and without `evoattn.patch`
@@ -44,7 +45,7 @@ PYTEST = ["python", "-m", "pytest", "-n", "2", "--dist", "worksteal"]
 
 COMMANDS: dict[str, list[list[str]]] = {
     "setup": [],
-    "demo": [["evoattn", "demo"]],
+    "demo": [["python", str(ROOT / "benchmarks" / "demo.py")]],
     "doctor": [["evoattn", "doctor"]],
     "test": [[*PYTEST, "-m", "not slow"]],
     "test-slow": [[*PYTEST, "-m", "slow"]],
@@ -56,6 +57,7 @@ COMMANDS: dict[str, list[list[str]]] = {
     "bench": [["evoattn", "bench"]],
     "figures": [["python", "benchmarks/figures.py"]],
     "goals": [["python", "benchmarks/goals.py"]],
+    "fuzz": [["python", "-m", "tests.fuzz"]],
     "instructions": [["python", "-m", "tests.helpers.instructions"]],
     "proofs": [["python", str(ROOT / "tools" / "proofs")]],
 }

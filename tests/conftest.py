@@ -8,9 +8,9 @@ import hypothesis
 import pytest
 import torch
 
-from evoattn import testing
 from evoattn.backends import reference
 from evoattn.bench import machine
+from tests.helpers import seams
 from tests.helpers.operators import Operators
 from tests.helpers.planner import Planner
 
@@ -73,7 +73,7 @@ def tf32() -> Iterator[None]:
 def nothing_kept() -> Iterator[None]:
     """A test that changes what calls are planned from leaves no plan behind, and none keeps memory that others need."""
     yield
-    testing.forget()
+    seams.forget()
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MUCH:
         torch.cuda.empty_cache()
 
@@ -92,7 +92,7 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> Planner:
     planner = Planner()
     monkeypatch.setattr(reference, "plan_forward", planner.plan_forward)
     monkeypatch.setattr(reference, "plan_backward", planner.plan_backward)
-    testing.forget()
+    seams.forget()
     return planner
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 import evoattn
 from evoattn import testing
 from evoattn.workloads import WORKLOADS
+from tests.helpers import seams
 from tests.helpers.gpu_checks import capture, check_in_turn, check_offsets, check_same_bits
 from tests.helpers.operators import Operators
 
@@ -174,9 +175,9 @@ def nine_rows_a_turn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from evoattn.backends.triton import pair_in_order
 
     monkeypatch.setattr(pair_in_order, "rows_of_a_turn", lambda share, *_: min(share, 9))
-    testing.forget()
+    seams.forget()
     yield
-    testing.forget()
+    seams.forget()
 
 
 def test_deterministic_sums_of_rows_in_turns(nine_rows_a_turn: None) -> None:

@@ -1,15 +1,11 @@
 """Peak memory on a CPU: all that a call held at once."""
 
-import dataclasses
-
 import torch
 
-from evoattn.bench.clock import WallClock
+from evoattn.bench.contender import Runner
 from evoattn.bench.memory import peak_bytes
 from evoattn.bench.peers import PEERS
-from evoattn.bench.record import Result
-from evoattn.cli import demo, sweep
-from evoattn.cli.evoformer import attentions, embed
+from evoattn.testing import Case
 
 
 def test_peak_memory_is_what_was_held() -> None:
@@ -28,10 +24,7 @@ def test_peak_memory_is_what_was_held() -> None:
 
 
 def test_peak_memory_of_dense_is_its_scores() -> None:
-    inputs = attentions(embed(("MQIFVKTLTGKTITLEVEPS" * 3,), 0, torch.device("cpu")), torch.float32)[2]
-    size = dataclasses.replace(demo.QUICK, repeats=1, seconds=0.0)
-    result = Result("dense")
-    sweep.measure(PEERS["dense"], result, inputs, ("forward",), size, WallClock())
-    peak = result.peak_bytes
+    inputs = Case("triangle", n=60, h=4, lq=60, lk=60, d=32, mask="random", pair_bias="b1hqk").make()
+    peak = peak_bytes(Runner(PEERS["dense"], inputs).both, torch.device("cpu"))
     scores = 4 * 60 * 4 * 60 * 60
-    assert peak is not None and 2 * scores < peak < PEERS["dense"].score_copies * scores + 8 * inputs.q.nbytes
+    assert 2 * scores < peak < PEERS["dense"].score_copies * scores + 8 * inputs.q.nbytes

@@ -4,9 +4,6 @@ import os
 import subprocess
 import sys
 
-NAMES = ("MSA row + pair bias", "MSA column", "triangle, start node", "triangle, end node")
-FLOAT32_ERROR = 2e-5
-
 
 def evoattn_run(*arguments: str, stdout: object, **environment: str) -> tuple[int, str]:
     """In a process of its own: exit status and stderr."""

@@ -18,8 +18,7 @@ from .conftest import evoattn_run
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--help"], ("evoattn doctor", "evoattn demo", "exit status")),
-        (["demo", "--help"], ("A3M", "examples:", "exit status", "--max-length", "triangle, start node")),
+        (["--help"], ("evoattn doctor", "evoattn run", "exit status")),
         (["doctor", "--help"], ("--json", "examples:", "exit status")),
     ],
 )
@@ -70,8 +69,8 @@ def test_a_bad_option_points_to_the_help_of_its_command(command: str, extra: str
 
 def test_as_a_module() -> None:
     """In a fresh process: a refusal without a traceback; no plotting library is imported by the command line alone."""
-    refused = subprocess.run([sys.executable, "-m", "evoattn", "demo", "."], capture_output=True, text=True, check=False)
+    refused = subprocess.run([sys.executable, "-m", "evoattn", "run", "./gone"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2
-    assert refused.stderr == "evoattn demo: error: '.': is a directory; expected an A3M, aligned FASTA or Stockholm file\n"
+    assert refused.stderr == "evoattn run: error: there is no file './gone'\n"
     code = "import sys, evoattn.cli; sys.exit(any(name in sys.modules for name in ('rich', 'matplotlib', 'triton')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -24,7 +24,7 @@ from evoattn.cli.warm.cards import cards_of
 from evoattn.compile import first_calls
 from evoattn.compile.workers import Task, Worker
 from evoattn.core.devices import planned_for
-from evoattn.testing.fuzz import Workers
+from tests.fuzz.trials import Workers
 from tests.helpers.first_calls import CHANNELS, Hand, held_by_workers, kernels, until, waiting
 from tests.helpers.kept_kernels import kept, new_process
 from tests.helpers.scripts import load

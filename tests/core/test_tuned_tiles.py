@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import evoattn
-from evoattn import testing
 from evoattn.backends import AUTO_ORDER
 from evoattn.backends.tiled.sizes import tiled_plan
 from evoattn.backends.triton.tiles.backward import backward_tiles
@@ -22,6 +21,7 @@ from evoattn.backends.triton.tiles.forward import forward_tiles
 from evoattn.core import tuned_tiles
 from evoattn.core.config import Config
 from evoattn.core.problem import Problem
+from tests.helpers import seams
 
 ON_CPU = Problem("cpu", None, torch.float32, b=1, n=64, h=4, lq=64, lk=64, d=32, c=32, mask=True, pair_bias=torch.float32)
 ON_GPU = dataclasses.replace(ON_CPU, device="cuda", capability=(9, 0), dtype=torch.bfloat16, lq=384, lk=384, n=384)
@@ -293,7 +293,7 @@ def test_a_home_that_cannot_be_entered_or_is_not_known_costs_nothing(monkeypatch
             patch.delenv("EVOATTN_CACHE_DIR")
             patch.delenv("XDG_CACHE_HOME", raising=False)
             patch.setattr(Path, attribute, value)
-            testing.forget()
+            seams.forget()
             assert evoattn.evoformer_attention(q, q, q, backend="tiled").isfinite().all()
             assert tuned_tiles.clear(on_cpu=True) is None
 

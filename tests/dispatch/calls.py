@@ -8,6 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 import evoattn
 from evoattn import testing
+from tests.helpers import seams
 
 FORWARD, BACKWARD = torch.ops.evoattn.forward.default, torch.ops.evoattn.backward.default
 
@@ -21,7 +22,7 @@ def way(*tensors: Tensor | None) -> str | None:
     """The way of a call of `attend`, if one like it is known."""
     q, k, v, mask_bias, pair_bias = tensors
     assert q is not None and k is not None and v is not None
-    return testing.way(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, backend="reference")
+    return seams.way(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, backend="reference")
 
 
 def leaves(dtype: torch.dtype = torch.float32, **changes: Any) -> list[Tensor]:

@@ -16,6 +16,7 @@ from evoattn.backends import Inputs, Plan, reference, tiled
 from evoattn.bench.memory import peak_bytes
 from evoattn.core.problem import GRADIENTS
 from tests.dispatch.calls import make
+from tests.helpers import seams
 
 
 def call(inputs: testing.Inputs, **options: object) -> Tensor:
@@ -82,7 +83,7 @@ def test_canonical_tensors_are_views(pattern: str) -> None:
     """No argument is copied on its way to a backend, whatever the pair bias varies along."""
     inputs = make(lead=(2,), pair_bias=pattern, layout="bnhld")
     assert inputs.mask_bias is not None and inputs.pair_bias is not None
-    c = testing.canonical(inputs)
+    c = seams.canonical(inputs)
     for name in ("q", "k", "v", "pair_bias"):
         assert getattr(c, name).untyped_storage().data_ptr() == getattr(inputs, name).untyped_storage().data_ptr(), name
 
@@ -95,7 +96,7 @@ def test_canonical_tensors_are_views(pattern: str) -> None:
 def test_rows_that_share_a_pair_bias_are_rows(lead: tuple[int, ...], expected: tuple[int, int]) -> None:
     """Whatever the leading axes: a backend that shares the pair bias over rows must see them as n."""
     inputs = make(lead=lead[:-1], n=lead[-1], mask="random", pair_bias="1" * len(lead) + "hqk", layout="bnhld")
-    c = testing.canonical(inputs)
+    c = seams.canonical(inputs)
     assert c.pair_bias is not None and (tuple(c.q.shape[:2]), c.pair_bias.shape[0]) == (expected, 1)
     assert c.q.untyped_storage().data_ptr() == inputs.q.untyped_storage().data_ptr()
     testing.check(testing.run(inputs, "tiled"), inputs)
@@ -151,7 +152,7 @@ def test_an_expanded_pair_bias_is_not_materialised() -> None:
     expanded = inputs.pair_bias.expand(2, 5, *inputs.pair_bias.shape[2:])
     expanded_inputs = dataclasses.replace(inputs, pair_bias=expanded)
     torch.testing.assert_close(call(expanded_inputs), call(inputs))
-    c = testing.canonical(expanded_inputs)
+    c = seams.canonical(expanded_inputs)
     assert c.pair_bias is not None and c.pair_bias.numel() == inputs.pair_bias.numel()
     leaf = inputs.pair_bias.clone().requires_grad_()
     (through_expand,) = torch.autograd.grad(
@@ -176,7 +177,7 @@ def test_only_the_gradients_asked_for_are_computed(asked: tuple[str, ...], monke
         return dataclasses.replace(plan, run=lambda *args: seen.append(needs) or plan.run(*args))
 
     monkeypatch.setattr(tiled, "plan_backward", spy)
-    testing.forget()
+    seams.forget()
     inputs = make()
     leaves = {name: x.requires_grad_(name in asked) for name, x in inputs.differentiable.items()}
     call(inputs).backward(inputs.do)

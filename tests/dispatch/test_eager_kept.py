@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import evoattn
-from evoattn import testing
 from tests.dispatch.calls import attend, leaves, step, way
+from tests.helpers import seams
 from tests.helpers.operators import Operators
 from tests.helpers.planner import Planner
 
@@ -74,7 +74,7 @@ def test_settings_are_part_of_a_backward(planner: Planner, operators: Operators)
         assert planner.planned_backwards == 2
     finally:
         torch.set_float32_matmul_precision(precision)
-    testing.forget()
+    seams.forget()
     torch.testing.assert_close(gradients(arguments), expected)
     assert planner.planned_backwards == 3
     assert operators.called() == []

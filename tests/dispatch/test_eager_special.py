@@ -11,8 +11,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from evoattn import testing
 from tests.dispatch.calls import BACKWARD, FORWARD, attend, in_a_function_mode, leaves, step, way
+from tests.helpers import seams
 from tests.helpers.operators import Operators
 from tests.helpers.planner import Planner
 
@@ -242,7 +242,7 @@ def test_no_tensor_is_told_under_autocast_too(planner: Planner, which: int, wron
 def another_torch() -> Iterator[None]:
     """A test that changes torch's internals leaves nothing behind that they said. Ask for it before `monkeypatch`."""
     yield
-    testing.forget(torch_too=True)
+    seams.forget(torch_too=True)
 
 
 @pytest.mark.parametrize("name", ["_dispatch_keys", "_dispatch_tls_local_exclude_set"])
@@ -251,7 +251,7 @@ def test_without_the_private_names_the_operator_is_called(
 ) -> None:
     """Those of torch, which another torch may have renamed."""
     monkeypatch.delattr(torch._C, name)
-    testing.forget(torch_too=True)
+    seams.forget(torch_too=True)
     step(leaves())
     assert operators.called() == ["forward", "backward"]
 
@@ -270,7 +270,7 @@ def test_what_a_backward_tells_the_dispatcher_is_known(
         return types.SimpleNamespace(raw_repr=lambda: keys.raw_repr() | 1 << 60)
 
     monkeypatch.setattr(torch._C, "_dispatch_tls_local_exclude_set", more)
-    testing.forget(torch_too=True)
+    seams.forget(torch_too=True)
     tensors = leaves()
     attend(*tensors)
     assert not in_backward
@@ -281,6 +281,6 @@ def test_what_a_backward_tells_the_dispatcher_is_known(
     low = [x.detach().bfloat16().requires_grad_() for x in tensors]
     with torch.autocast("cpu"):
         output = checkpoint(attend, *low, use_reentrant=False)
-    testing.forget(torch_too=True)  # so that the checkpoint works its call out while the backward runs
+    seams.forget(torch_too=True)  # so that the checkpoint works its call out while the backward runs
     output.sum().backward()  # type: ignore[union-attr]
     assert operators.called() == []

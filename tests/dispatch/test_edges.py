@@ -205,17 +205,4 @@ def test_a_masked_key_far_above_the_only_key_that_is_left(backend: str, dtype: t
     assert inputs.mask is not None and inputs.pair_bias is not None
     inputs.mask[:] = torch.tensor([True, False])
     inputs.pair_bias[..., 0, :] = torch.tensor([torch.finfo(dtype).min, 0.25], dtype=dtype)
-    outcome = testing.judge(_Fixed(inputs), backend)  # type: ignore[arg-type]
-    assert outcome == testing.Outcome("held")
-
-
-class _Fixed:
-    """A problem whose inputs are given."""
-
-    deterministic = False
-
-    def __init__(self, inputs: testing.Inputs) -> None:
-        self.inputs = inputs
-
-    def make(self, device: object) -> testing.Inputs:
-        return self.inputs
+    assert testing.judge(inputs, backend) == testing.Outcome("held")

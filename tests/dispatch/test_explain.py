@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import evoattn
-from evoattn import testing
 from evoattn.backends import Description, Plan, reference, tiled, triton
 from evoattn.core.config import Config
 from evoattn.core.problem import Problem
 from tests.dispatch.calls import make
+from tests.helpers import seams
 
 
 def test_explain_shows_problem_backend_and_config() -> None:
@@ -80,7 +80,7 @@ def takes_the_cpu(monkeypatch: pytest.MonkeyPatch, **names: Callable[..., Any]) 
     }
     for name, function in attributes.items():
         monkeypatch.setattr(triton, name, function, raising=False)
-    testing.forget()
+    seams.forget()
 
 
 def test_explain_names_the_backend_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +124,9 @@ def test_explain_tells_what_leaves_a_pass_to_a_faster_backend(monkeypatch: pytes
 
 def test_plans_that_run_are_told() -> None:
     """Once for each plan, and never of a call that is only explained."""
-    testing.forget()
+    seams.forget()
     q = torch.randn(1, 3, 5, 2, 8, requires_grad=True)
-    with testing.taken() as backends:
+    with seams.taken() as backends:
         evoattn.explain(q, q, q)
         assert backends == []
         for _ in range(2):

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import evoattn
 from evoattn import testing
 from evoattn.backends import reference
-from evoattn.testing import forget
+from tests.helpers.seams import forget
 
 SMALL = testing.Case("small", n=2, h=2, lq=7, lk=9, d=8, mask="random", mask_bias="finite", pair_bias="b1hqk")
 LARGE = testing.Case("large", n=3, h=2, lq=40, lk=50, d=16, mask_bias="finite", pair_bias="b1hqk", lse_gradient=True)

@@ -15,6 +15,7 @@ import torch
 
 import evoattn
 from evoattn import testing
+from tests.helpers import seams
 
 STATUS = {status.name: status for status in evoattn.backends()}
 
@@ -70,7 +71,7 @@ def test_out_of_memory_in_the_middle_of_a_call(backend: str, planned: bool, limi
     failed = 0
     for step in range(200):
         if not planned:
-            testing.forget()
+            seams.forget()
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + step * STEP) / total)
         try:
@@ -119,7 +120,7 @@ def test_eight_threads_call_at_once(backend: str) -> None:
             torch.cuda.current_stream().synchronize()
         return results
 
-    testing.forget()
+    seams.forget()
     before = sys.getswitchinterval()
     sys.setswitchinterval(5e-5)
     try:
@@ -198,5 +199,5 @@ def test_a_default_dtype_changes_nothing(default: torch.dtype, length: int, back
     expected = values(inputs, backend)
     for dtype in (default, torch.float32):
         torch.set_default_dtype(dtype)
-        testing.forget()
+        seams.forget()
         same(inputs, backend, expected)

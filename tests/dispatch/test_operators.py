@@ -13,6 +13,7 @@ from torch import Tensor
 import evoattn
 from evoattn import testing
 from evoattn.backends import Cotangents, Inputs, Outputs
+from tests.helpers import seams
 
 FORWARD, BACKWARD = torch.ops.evoattn.forward.default, torch.ops.evoattn.backward.default
 
@@ -47,7 +48,7 @@ def canonical(requires_grad: bool = True, **changes: object) -> Inputs:
         "d": 4,
         **changes,
     }
-    folded = testing.canonical(testing.Case("op", **settings).make(seed=5))  # type: ignore[arg-type]
+    folded = seams.canonical(testing.Case("op", **settings).make(seed=5))  # type: ignore[arg-type]
     leaves = (x if x is None or x.dtype == torch.bool else x.detach().clone().requires_grad_(requires_grad) for x in folded)
     return Inputs._make(leaves)
 

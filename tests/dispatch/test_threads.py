@@ -14,7 +14,7 @@ import torch
 import evoattn
 from evoattn import testing
 from evoattn.backends import Description, Plan, reference
-from evoattn.testing import forget
+from tests.helpers.seams import forget
 
 
 @pytest.fixture

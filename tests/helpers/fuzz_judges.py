@@ -4,7 +4,8 @@ import os
 import signal
 import time
 
-from evoattn.testing import Outcome, RandomProblem
+from evoattn.testing import Outcome
+from tests.fuzz import RandomProblem
 
 HELD = Outcome("held")
 FAILED = Outcome("failed", "error of o: planted", ("error of o",))

@@ -29,7 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "compat": {"api", "core", "dispatch", "fully_masked", "pair"},
     "nn": {"api", "core", "dispatch", "fully_masked", "kit", "pair"},
     "clients": {"compat", "core", "dispatch", "nn"},
-    "testing": {"api", "compile", "core", "dispatch", "nn", "pair", "workloads"},
+    "testing": {"api", "core", "workloads"},
     "__init__": {"_version", "api", "clients", "core"},
     "bench": {"_version", "compile", "core", "testing", "workloads"},
     "cli": {

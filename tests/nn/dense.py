@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evoattn.testing.dense_layers import MaskedSoftmax
+from tests.helpers.dense_layers import MaskedSoftmax
 
 __all__ = ["Dense", "leaves_of"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import evoattn.nn as evoattn_nn
 from evoattn.testing import relative_error
-from evoattn.testing.dense_layers import (
+from tests.helpers.dense_layers import (
     columns,
     global_columns,
     multiplication,

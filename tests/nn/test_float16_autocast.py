@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from evoattn.nn import TriangleMultiplication
 from evoattn.nn.multiplication import JoinedTriangleMultiplication
 from evoattn.testing import relative_error
-from evoattn.testing.changes import change
+from tests.helpers.changes import change
 
 CHANNELS, LENGTH = 8, 64
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from evoattn import backends
 from evoattn.nn import TriangleAttention
-from evoattn.testing.dense_layers import MaskedSoftmax, triangle
+from tests.helpers.dense_layers import MaskedSoftmax, triangle
 from tests.nn.dense import Dense, leaves_of
 from tests.nn.layer_cases import EACH, step, truth, worst
 

@@ -22,8 +22,8 @@ from evoattn.nn import (
     TriangleAttention,
 )
 from evoattn.nn.submodules import has_global_hooks
-from evoattn.testing.changes import IN_PLACE, INSTEAD, change
-from tests.helpers.modes import MODES
+from tests.helpers.changes import IN_PLACE, INSTEAD, change
+from tests.helpers.surroundings import ALL_MODES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(weight_norm|spectral_norm|quantiz|deprecated).*")
 
@@ -293,13 +293,13 @@ def layer_and_inputs(name: str) -> tuple[nn.Module, list[Tensor]]:
     return layer, inputs
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_second_derivative_raises(name: str, mode: str) -> None:
     layer, inputs = layer_and_inputs(name)
     x = inputs[0] = inputs[0].requires_grad_().clone()  # FlopCounterMode takes no gradient of a leaf
     parameters = list(layer.parameters())
-    with MODES[mode]():
+    with ALL_MODES[mode](torch.device("cpu")):
         (dx,) = torch.autograd.grad(layer(*inputs).square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="no second derivative"):
             torch.autograd.grad(dx.square().sum(), x, retain_graph=True)
@@ -307,14 +307,14 @@ def test_a_second_derivative_raises(name: str, mode: str) -> None:
             torch.autograd.grad(dx.square().sum(), parameters, allow_unused=True)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_second_derivative_by_many_cotangents_raises(name: str, mode: str) -> None:
     """Also that by the cotangents, in which a gradient is linear."""
     layer, args = layer_and_inputs(name)
     args = args[:-1] if name not in ("pair bias", "condition") else args
     x = args[0] = args[0].requires_grad_().clone()
-    with MODES[mode]():
+    with ALL_MODES[mode](torch.device("cpu")):
         out = layer(*args)
         cotangents = torch.randn(2, *out.shape, requires_grad=True)
         (dx,) = torch.autograd.grad(out, x, cotangents, create_graph=True, is_grads_batched=True)
@@ -323,13 +323,13 @@ def test_a_second_derivative_by_many_cotangents_raises(name: str, mode: str) -> 
                 torch.autograd.grad(dx.square().sum(), leaf, retain_graph=True)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_forward_mode_derivative_raises(name: str, mode: str) -> None:
     """Of a layer, and of its backward."""
     layer, inputs = layer_and_inputs(name)
     x = inputs[0] = inputs[0].requires_grad_().clone()
-    with MODES[mode](), forward_ad.dual_level():
+    with ALL_MODES[mode](torch.device("cpu")), forward_ad.dual_level():
         with pytest.raises((NotImplementedError, RuntimeError), match=r"forward AD|forward mode|forward-mode"):
             layer(forward_ad.make_dual(x, torch.ones_like(x)), *inputs[1:])
         out = layer(*inputs)

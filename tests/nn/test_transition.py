@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import evoattn.nn.transition as of_layer
 from evoattn.nn import Transition, from_boltz
-from evoattn.testing.changes import Wrapper
-from evoattn.testing.dense_layers import MaskedSoftmax, transition
+from tests.helpers.changes import Wrapper
+from tests.helpers.dense_layers import MaskedSoftmax, transition
 
 MODULES = {
     "swiglu": ("layer_norm", "swiglu", "swiglu.linear_a", "swiglu.linear_b", "linear_out"),

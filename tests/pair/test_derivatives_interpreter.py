@@ -28,7 +28,7 @@ else:
     from evoattn.pair.multiplication import steps as multiplication_steps
     from evoattn.pair.transitions import steps as transition_steps
     from evoattn.pair.values import MultiplicationOptions, TransitionOptions
-    from tests.helpers.modes import MODES
+    from tests.helpers.surroundings import ALL_MODES
     from tests.pair import problems, transitions
     from tests.pair.problems import watch_steps, worst
 
@@ -37,7 +37,7 @@ else:
         pytest.mark.filterwarnings("ignore:There is a performance drop"),
     ]
 
-    IN_EACH_MODE = pytest.mark.parametrize("mode", MODES)
+    IN_EACH_MODE = pytest.mark.parametrize("mode", ALL_MODES)
 
     class Problem:
         """An operator of x, of one of its weights, and of both; the same in dense float64; a point and two directions."""
@@ -85,7 +85,7 @@ else:
     @IN_EACH_MODE
     def test_a_first_derivative_in_every_mode(problem: Problem, mode: str) -> None:
         x = problem.x.clone().requires_grad_()
-        with MODES[mode]():
+        with ALL_MODES[mode](torch.device("cpu")):
             (dx,) = torch.autograd.grad(problem(x), x, problem.do)
         expected = torch.func.grad(problem.dense_loss)(problem.x)
         assert worst([dx], [expected]) < 1e-5
@@ -97,7 +97,7 @@ else:
         """Also that by the cotangent alone: a gradient is linear in it, which `torch.autograd.functional.jvp` makes use of."""
         x, weight, do = (y.clone().requires_grad_() for y in (problem.x, problem.weight, problem.do))
         cotangent = torch.stack([do, do]) if batched else do
-        with MODES[mode]():
+        with ALL_MODES[mode](torch.device("cpu")):
             (dx,) = torch.autograd.grad(problem(x, weight), x, cotangent, create_graph=True, is_grads_batched=batched)
             with pytest.raises(RuntimeError, match="no second derivative"):
                 torch.autograd.grad(dx.square().sum(), {"x": x, "weight": weight, "cotangent": do}[by])
@@ -113,7 +113,7 @@ else:
     @IN_EACH_MODE
     def test_gradients_of_many_cotangents_in_every_mode(problem: Problem, mode: str) -> None:
         x = problem.x.clone().requires_grad_()
-        with MODES[mode]():
+        with ALL_MODES[mode](torch.device("cpu")):
             cotangents = torch.stack([problem.do, 2 * problem.do])
             (dx,) = torch.autograd.grad(problem(x), x, cotangents, is_grads_batched=True)
         expected = torch.func.grad(problem.dense_loss)(problem.x)
@@ -135,7 +135,7 @@ else:
     @pytest.mark.parametrize("transform", TRANSFORMS)
     def test_transforms_of_torch_func_are_right(problem: Problem, transform: str, mode: str) -> None:
         """Plain torch computes them."""
-        with MODES[mode]():
+        with ALL_MODES[mode](torch.device("cpu")):
             actual = TRANSFORMS[transform](problem, problem.loss, problem.x)
         expected = TRANSFORMS[transform](problem.dense, problem.dense_loss, problem.x.double())
         assert worst([actual], [expected]) < 1e-4
@@ -144,7 +144,7 @@ else:
     @pytest.mark.parametrize("of", ["x", "weight"])
     def test_dual_numbers_are_right(problem: Problem, of: str, mode: str) -> None:
         tangent = {"x": problem.x, "weight": problem.weight}[of].sin()
-        with forward_ad.dual_level(), MODES[mode]():
+        with forward_ad.dual_level(), ALL_MODES[mode](torch.device("cpu")):
             dual = forward_ad.make_dual({"x": problem.x, "weight": problem.weight}[of], tangent)
             output = problem(dual) if of == "x" else problem(problem.x, dual)
             actual = forward_ad.unpack_dual(output).tangent
@@ -160,7 +160,7 @@ else:
     @pytest.mark.parametrize("mode", ["none", "with torch.device", "dispatch mode"])
     def test_forward_over_reverse_raises(problem: Problem, mode: str) -> None:
         x = problem.x.clone().requires_grad_()
-        with MODES[mode]():
+        with ALL_MODES[mode](torch.device("cpu")):
             output = problem(x)
             with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="backward of layers .* no forward-mode"):
                 torch.autograd.grad(output, x, forward_ad.make_dual(problem.do, problem.do))
@@ -169,7 +169,7 @@ else:
     @pytest.mark.parametrize("reentrant", [True, False])
     def test_checkpoints_in_every_mode(problem: Problem, reentrant: bool, mode: str) -> None:
         x = problem.x.clone().requires_grad_()
-        with MODES[mode]():
+        with ALL_MODES[mode](torch.device("cpu")):
             checkpoint(problem, x, use_reentrant=reentrant).backward(problem.do)
         assert worst([x.grad], [torch.func.grad(problem.dense_loss)(problem.x)]) < 1e-5  # type: ignore[list-item]
 
@@ -208,7 +208,7 @@ else:
     def test_an_output_changed_in_place_in_every_mode(problem: Problem, needs: str, mode: str) -> None:
         x, weight = problem.x.clone(), problem.weight.clone()
         leaves = [y.requires_grad_() for name, y in (("x", x), ("weight", weight)) if needs in (name, "both")]
-        with MODES[mode]():
+        with ALL_MODES[mode](torch.device("cpu")):
             expected = torch.autograd.grad((problem(x, weight) * problem.do).relu().sum(), leaves)
             output = problem(x, weight)
             output *= problem.do

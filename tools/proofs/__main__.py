@@ -13,7 +13,7 @@ import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]  # this checkout, whatever is installed
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools"), str(ROOT)]  # this checkout, whatever is installed
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 
 

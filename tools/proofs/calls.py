@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 import evoattn
 from evoattn import nn as layers
-from evoattn.testing import AWKWARD, random_problem
+from evoattn.testing import AWKWARD
 from evoattn.testing.cases import Case, Inputs, from_workload
-from evoattn.testing.layer_kinds import LAYERS
-from evoattn.testing.random_layers import random_layer
 from evoattn.workloads import WORKLOADS
+from tests.fuzz import random_problem
+from tests.fuzz.layer_kinds import LAYERS
+from tests.fuzz.random_layers import random_layer
 
 __all__ = ["Attention", "Layer", "attentions", "layer_calls"]
 
@@ -43,7 +44,7 @@ class Attention:
 
     def inputs(self) -> Inputs:
         """Its tensors."""
-        inputs = self._empty() if self.seed is None else self.case.make(self.seed, "meta", portable=True)
+        inputs = self._empty() if self.seed is None else self.case.make(self.seed, "meta")
         for x in inputs.differentiable.values():
             x.requires_grad_()
         return inputs

@@ -1,4 +1,4 @@
-"""The command line: demo, doctor, run, warm, bench, tune and fuzz. Exit status 0 is good, 1 a failed check, 2 bad input."""
+"""The command line: doctor, run, warm, bench and tune. Exit status 0 is good, 1 a failed check, 2 bad input."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ import sys
 from typing import NoReturn
 
 from evoattn._version import __version__
-from evoattn.cli import bench, demo, doctor, fuzz, run, tune, warm
+from evoattn.cli import bench, doctor, run, tune, warm
 from evoattn.cli.terminal import RefusedError, tell, write_no_more
 
 _ABOUT = """\
 Evoformer attention, the attention of the AlphaFold family: exact and memory-efficient.
 
   evoattn doctor    what is installed, what runs where, and whether its numbers are right
-  evoattn demo      the four attentions of an Evoformer block on a real alignment, next to dense PyTorch
   evoattn run       a program, such as boltz, whose attention evoattn computes, without a changed line
   evoattn warm      compiles what a model family needs, on all cores, before its first call
   evoattn bench     speed, memory and error next to every peer that is installed
   evoattn tune      better tile sizes for this machine and your shapes: a luxury, not a need
-  evoattn fuzz      random problems on every backend, judged against float64
 """
 
 _EPILOG = """\
@@ -46,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="evoattn", description=_ABOUT, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"evoattn {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (demo, doctor, run, warm, bench, tune, fuzz):
+    for command in (doctor, run, warm, bench, tune):
         command.add_parser(commands)
     for command_parser in commands.choices.values():
         command_parser.set_defaults(parser=command_parser)

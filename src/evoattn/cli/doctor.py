@@ -17,7 +17,7 @@ from evoattn import testing
 from evoattn.bench import machine
 from evoattn.cli.terminal import add_command
 from evoattn.core.problem import dtype_name
-from evoattn.testing.judging import refusals
+from evoattn.testing.judging import verdict
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -129,7 +129,8 @@ def _auto(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     try:
         explanation = evoattn.explain(q, q, q, mask=mask, pair_bias=pair_bias)
     except Exception as error:  # a backend that cannot plan is a finding, and the checks go on
-        return {"backend": None, "backward_backend": None, "refused": {"auto": [_text(error)]}}
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        return {"backend": None, "backward_backend": None, "refused": {"auto": [why]}}
     return {
         "backend": explanation.backend,
         "backward_backend": explanation.backward_backend or explanation.backend,
@@ -160,21 +161,11 @@ def _self_check(available: list[str]) -> list[Check]:
 
 
 def _run_case(check: Check, case: testing.Case, device: torch.device) -> None:
-    try:
-        inputs = case.make(device=device)
-        if refused := refusals(inputs, check.backend):  # a stated limit and no failure
-            check.refused[case.name] = "; ".join(refused)
-        else:
-            testing.check(testing.run(inputs, check.backend), inputs)
-            check.held.append(case.name)
-    except Exception as error:  # whatever a broken backend raises is a finding, and the other checks go on
-        check.failed[case.name] = _text(error)
-
-
-def _text(error: Exception) -> str:
-    """An error in a line; that of a check without its name."""
-    text = " ".join(str(error).split()) or "no message"
-    return text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"
+    outcome = verdict(lambda: testing.judge(case.make(device=device), check.backend))
+    if outcome.status == "held":
+        check.held.append(case.name)
+    else:
+        (check.failed if outcome.status == "failed" else check.refused)[case.name] = outcome.what
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -212,7 +203,7 @@ def _print_check(check: dict[str, Any]) -> None:
     summary = ", ".join(f"{len(cases)} {what}" for what, cases in counts.items() if cases)
     print(f"  {check['backend']:<9} {check['device']:<7} {check['dtype']:<8} {summary}")
     for name, message in check["failed"].items():
-        print(f"    FAILED  {message if message.startswith('case ') else f'case {name}: {message}'}")
+        print(f"    FAILED  case {name}: {message}")
     reasons = list(dict.fromkeys(check["refused"].values()))
     for reason in reasons if check["held"] or check["failed"] else reasons[:1]:
         print(f"    refused {reason}")

@@ -10,28 +10,19 @@ from evoattn.testing.cases import AWKWARD, Case, Inputs, from_workload
 from evoattn.testing.dense import Results
 from evoattn.testing.judging import Outcome, judge
 from evoattn.testing.oracle import budgets, check, errors, oracle, relative_error, run
-from evoattn.testing.random_problems import RandomProblem, random_problem
-from evoattn.testing.seams import canonical, chosen, forget, taken, way
 
 __all__ = [
     "AWKWARD",
     "Case",
     "Inputs",
     "Outcome",
-    "RandomProblem",
     "Results",
     "budgets",
-    "canonical",
     "check",
-    "chosen",
     "errors",
-    "forget",
     "from_workload",
     "judge",
     "oracle",
-    "random_problem",
     "relative_error",
     "run",
-    "taken",
-    "way",
 ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evoattn.core.problem import GRADIENTS
-from evoattn.testing.drawing import draw
+from evoattn.testing.drawing import Drawing
 from evoattn.workloads import Workload
 
 Strides = Literal["contiguous", "transposed", "sliced"]
@@ -106,15 +106,9 @@ class Case:
     gate: Literal["random", "large"] | None = None
     gate_strides: Strides | Literal["expanded_rows", "expanded_channels"] = "contiguous"
 
-    def make(self, seed: int = 0, device: torch.device | str = "cpu", *, portable: bool = False) -> Inputs:
-        """Fresh random inputs; the same seed gives the same numbers on every device.
-
-        Args:
-            seed: of the numbers, which are drawn on the CPU.
-            device: where the inputs end up.
-            portable: draw bits that no processor and no version of torch changes; otherwise numbers are those of `torch.randn`.
-        """
-        tensors: dict[str, Any] = draw(self, seed, device, portable=portable)
+    def make(self, seed: int = 0, device: torch.device | str = "cpu") -> Inputs:
+        """Fresh random inputs, drawn on the CPU and moved to a device: the same seed gives the same numbers on every device."""
+        tensors: dict[str, Any] = Drawing(self, seed, device).tensors()
         return Inputs(case=self, **tensors)
 
     def strides_of(self, name: str) -> str:

@@ -14,31 +14,17 @@ if TYPE_CHECKING:
     from evoattn.testing.cases import Case
 
 
-def draw(case: Case, seed: int, device: torch.device | str, *, portable: bool) -> dict[str, Tensor | None]:
-    """Draw the tensors of `Inputs`, by name.
-
-    With `portable`, use only operations that IEEE 754 fixes, so that every processor and torch version gives the same bits.
-    `torch.randn` takes logarithms and cosines, whose last bits depend on the machine.
-    """
-    return _Drawing(case, seed, device, portable).tensors()
-
-
-def bell(rng: torch.Generator, *sizes: int) -> Tensor:
-    """Random float64 numbers of mean 0 and variance 1, never beyond 3.5, on the CPU. IEEE 754 fixes their bits."""
-    first, second, third, fourth = torch.rand((4, *sizes), generator=rng, dtype=torch.float64)
-    return ((first + second) + (third + fourth) - 2) * 3**0.5  # type: ignore[no-any-return]
-
-
-class _Drawing:
+class Drawing:
     """One case, its generator, and the device that the tensors go to."""
 
-    def __init__(self, case: Case, seed: int, device: torch.device | str, portable: bool) -> None:
-        self.case, self.device, self.portable = case, device, portable
+    def __init__(self, case: Case, seed: int, device: torch.device | str) -> None:
+        self.case, self.device = case, device
         self.rng = torch.Generator().manual_seed(seed)
         self.mask_bias_dtype = case.bias_dtype or case.dtype
         self.pair_bias_dtype = case.pair_bias_dtype or self.mask_bias_dtype
 
     def tensors(self) -> dict[str, Tensor | None]:
+        """Draw the tensors of `Inputs`, by name."""
         case = self.case
         c = case.d if case.c is None else case.c
         kv_heads = case.kv_heads or case.h
@@ -65,13 +51,11 @@ class _Drawing:
 
     def double(self, *sizes: int) -> Tensor:
         """Random float64 numbers of mean 0 and variance 1, on the CPU."""
-        if not self.portable:
-            return torch.randn(sizes, generator=self.rng, dtype=torch.float64)
-        return bell(self.rng, *sizes)
+        return torch.randn(sizes, generator=self.rng, dtype=torch.float64)
 
     def single(self, *sizes: int) -> Tensor:
         """The same in float32."""
-        return self.double(*sizes).float() if self.portable else torch.randn(sizes, generator=self.rng, dtype=torch.float32)
+        return torch.randn(sizes, generator=self.rng, dtype=torch.float32)
 
     def normal(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.double(*sizes).to(dtype or self.case.dtype).to(self.device)

@@ -1,4 +1,4 @@
-"""The verdict on one backend and one random problem: numbers, bits, shapes, and arguments left as they were."""
+"""The verdict on one backend and one call: numbers, bits, shapes, and arguments left as they were."""
 
 from __future__ import annotations
 
@@ -16,26 +16,22 @@ from evoattn.core.numerics import accumulate_dtype
 from evoattn.core.problem import GRADIENTS
 from evoattn.testing.cases import Inputs
 from evoattn.testing.dense import Results, heads_first
-from evoattn.testing.oracle import excess, huge_queries, oracle, run
-from evoattn.testing.random_problems import RandomProblem
+from evoattn.testing.oracle import beyond, budgets, errors, oracle, run
 
-Run = Callable[..., Results]
-"""Runs a backend on inputs: `run_backend(inputs, backend, deterministic=...)`, as `testing.run`."""
-
-_LARGE = 1e6
-"""No LSE is larger in size unless a bias like -1e9 is part of it."""
+Failures = list[tuple[str, str]]
+"""Kinds of failure, such as "error of dq", each with what went wrong."""
 
 _ARGUMENTS = ("q", "k", "v", "mask", "mask_bias", "pair_bias", "gate", "do", "dlse")
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The outcome of one problem on one backend.
+    """The outcome of one call on one backend.
 
     Args:
         status: whether the backend held, refused with its stated reasons, or failed.
         what: the reasons, or what went wrong, one line.
-        kinds: the kinds of failure, such as "error of dq". Shrinking keeps one of them.
+        kinds: the kinds of failure, such as "error of dq".
     """
 
     status: Literal["held", "refused", "failed"]
@@ -43,40 +39,41 @@ class Outcome:
     kinds: tuple[str, ...] = ()
 
 
-def judge(
-    problem: RandomProblem, backend: str = "auto", device: torch.device | str = "cpu", *, run_backend: Run = run
-) -> Outcome:
-    """Run a problem forward and backward on a backend, and judge all results.
+def judge(inputs: Inputs, backend: str = "auto", *, deterministic: bool = False) -> Outcome:
+    """Run a call forward and backward on a backend, and judge all results.
 
     Errors have to stay within their budgets, shapes and dtypes have to be right, values finite where the oracle's are, queries
-    without a key exactly 0, and arguments have to keep their bits. A deterministic problem runs twice and gives equal bits.
+    without a key exactly 0, and arguments have to keep their bits.
 
     Args:
-        problem: from `random_problem`, or the line that a failure printed.
+        inputs: the call, from `Case.make`.
         backend: what `evoformer_attention` takes. A refusal that `explain` states is no failure.
-        device: where the problem runs; its numbers are drawn on the CPU.
-        run_backend: runs the backend instead of the public call, for tests.
+        deterministic: ask for equal bits, and compare two runs.
 
     Returns:
         An `Outcome`. An exception is a failure too.
 
     Example:
-        >>> from evoattn.testing import judge, random_problem
-        >>> judge(random_problem(1, largest=5000), "tiled").status
+        >>> from evoattn.testing import Case, judge
+        >>> judge(Case("mine", lq=5, lk=7, pair_bias="b1hqk").make(), "tiled").status
         'held'
     """
 
-    def find() -> Outcome | list[tuple[str, str]]:
-        inputs = problem.make(device)
-        if backend != "auto" and (reasons := refusals(inputs, backend, deterministic=problem.deterministic)):
+    def find() -> Outcome | Failures:
+        if reasons := refusals(inputs, backend, deterministic=deterministic):
             return Outcome("refused", "; ".join(reasons))
-        return _failures(inputs, lambda x: run_backend(x, backend, deterministic=problem.deterministic), problem.deterministic)
+        results, failures = observe(inputs, lambda x: run(x, backend, deterministic=deterministic), twice=deterministic)
+        expected = oracle(inputs)
+        if wrong := wrong_shapes(inputs, results, expected):
+            return failures + wrong
+        found = beyond(errors(results, expected), budgets(inputs, results, expected))
+        return failures + wrong_values(inputs, results, expected) + errors_of(found)
 
     return verdict(find)
 
 
-def verdict(find: Callable[[], Outcome | list[tuple[str, str]]]) -> Outcome:
-    """The outcome of `find`, which returns an outcome, or kinds of failure with texts, or raises."""
+def verdict(find: Callable[[], Outcome | Failures]) -> Outcome:
+    """The outcome of `find`, which returns an outcome or failures, or raises."""
     try:
         failures = find()
     except Exception as error:  # whatever a broken backend raises is a finding
@@ -86,13 +83,14 @@ def verdict(find: Callable[[], Outcome | list[tuple[str, str]]]) -> Outcome:
         return failures
     if not failures:
         return Outcome("held")
-    return Outcome(
-        "failed", "; ".join(f"{kind}: {what}" if what else kind for kind, what in failures), tuple(k for k, _ in failures)
-    )
+    what = "; ".join(f"{kind}: {what}" if what else kind for kind, what in failures)
+    return Outcome("failed", what, tuple(kind for kind, _ in failures))
 
 
 def refusals(inputs: Inputs, backend: str, *, deterministic: bool = False) -> list[str]:
-    """The reasons of a backend to refuse a call, forward or backward."""
+    """The reasons of a backend to refuse a call, forward or backward. "auto" has none."""
+    if backend == "auto":
+        return []
     tensors = {name: getattr(inputs, name) for name in GRADIENTS}
     tensors |= {name: x.detach().requires_grad_() for name, x in inputs.differentiable.items()}
     case = inputs.case
@@ -101,67 +99,22 @@ def refusals(inputs: Inputs, backend: str, *, deterministic: bool = False) -> li
     return explanation.refused.get(backend, [])
 
 
-def _failures(inputs: Inputs, attend: Callable[[Inputs], Results], deterministic: bool) -> list[tuple[str, str]]:
+def observe(inputs: Inputs, attend: Callable[[Inputs], Results], *, twice: bool) -> tuple[Results, Failures]:
+    """Run a call, and find the arguments that it changed. If it runs twice, find the results whose bits differ."""
     before = {name: bits(x) for name in _ARGUMENTS if (x := getattr(inputs, name)) is not None}
     with poisoned():
         results = attend(inputs)
-        again = attend(inputs) if deterministic else results
+        again = attend(inputs) if twice else results
     failures = [(f"mutated {name}", "") for name, same in before.items() if not torch.equal(same, bits(getattr(inputs, name)))]
     failures += [
         (f"unequal bits of {name}", "two deterministic runs differ")
         for name, value in results.values.items()
         if not torch.equal(bits(value), bits(again.values[name]))
     ]
-    expected = oracle(inputs)
-    if wrong := _shapes(inputs, results, expected):
-        return failures + wrong
-    swallowed = huge_queries(inputs)
-    for name, right in expected.values.items():
-        if count := int((right.isfinite() & ~results.values[name].isfinite()).sum()):
-            failures.append((f"not finite: {name}", f"{count} elements"))
-    failures += _empty(inputs, results, expected)
-    failures += _errors(excess(inputs, results, expected, swallowed=bool(swallowed.any())))
-    failures += _small_lses(inputs, results, expected)
-    if bool(swallowed.any()) and not bool(swallowed.all()):
-        failures += _ordinary_queries(inputs, swallowed, attend)
-    return failures
+    return results, failures
 
 
-def _errors(beyond: list[tuple[str, float, float]], where: str = "") -> list[tuple[str, str]]:
-    return [(f"error of {name}{where}", f"{error:.2e}, allowed {allowed:.2e}") for name, error, allowed in beyond]
-
-
-def _small_lses(inputs: Inputs, results: Results, expected: Results) -> list[tuple[str, str]]:
-    """Judge the LSEs without huge biases separately: a -1e9 in the norm would hide any error."""
-    large = expected.values["lse"].isfinite() & (expected.values["lse"].abs() > _LARGE)
-    if not bool(large.any()) or bool(large.all()):
-        return []
-
-    def small(results: Results) -> Results:
-        return Results({**results.values, "lse": torch.where(large, 0, results.values["lse"])})
-
-    part = Results({"lse": small(results).values["lse"]})
-    return _errors(excess(inputs, part, small(expected), only=small), " without huge biases")
-
-
-def _ordinary_queries(inputs: Inputs, swallowed: Tensor, attend: Callable[[Inputs], Results]) -> list[tuple[str, str]]:
-    """Judge the same call without cotangents at queries whose scores a huge bias swallows: the other budgets stay tight."""
-
-    def without(x: Tensor) -> Tensor:
-        return heads_first(torch.where(swallowed.unsqueeze(-1), 0, heads_first(x, inputs)), inputs)
-
-    def ordinary(results: Results) -> Results:
-        o, lse = results.values["o"], results.values["lse"]
-        return Results({**results.values, "o": without(o), "lse": torch.where(swallowed, 0, lse)})
-
-    dlse = None if inputs.dlse is None else torch.where(swallowed, 0, inputs.dlse)
-    part = dataclasses.replace(inputs, do=without(inputs.do), dlse=dlse)
-    with poisoned():
-        results = ordinary(attend(part))
-    return _errors(excess(part, results, ordinary(oracle(part)), only=ordinary), " beside huge biases")
-
-
-def _shapes(inputs: Inputs, results: Results, expected: Results) -> list[tuple[str, str]]:
+def wrong_shapes(inputs: Inputs, results: Results, expected: Results) -> Failures:
     """Values of the wrong shape or dtype, and values that are missing."""
     failures = []
     for name, right in expected.values.items():
@@ -176,16 +129,24 @@ def _shapes(inputs: Inputs, results: Results, expected: Results) -> list[tuple[s
     return failures
 
 
-def _empty(inputs: Inputs, results: Results, expected: Results) -> list[tuple[str, str]]:
-    """Queries without a key: the output and their gradients are exactly 0, and the LSE is -inf."""
-    empty = expected.values["lse"] == -torch.inf
+def wrong_values(inputs: Inputs, results: Results, expected: Results) -> Failures:
+    """Values that are not finite, and queries without a key whose output, LSE or gradients are not 0, -inf and 0."""
     failures = []
+    for name, right in expected.values.items():
+        if count := int((right.isfinite() & ~results.values[name].isfinite()).sum()):
+            failures.append((f"not finite: {name}", f"{count} elements"))
+    empty = expected.values["lse"] == -torch.inf
     for name in ("o", "dq", "dgate"):
         if name in results.values and bool((heads_first(results.values[name], inputs)[empty] != 0).any()):
             failures.append((f"not 0 without a key: {name}", ""))
     if bool((results.values["lse"][empty] != -torch.inf).any()):
         failures.append(("not -inf without a key: lse", ""))
     return failures
+
+
+def errors_of(found: list[tuple[str, float, float]], where: str = "") -> Failures:
+    """Failures for names of values, each with its error and what is allowed."""
+    return [(f"error of {name}{where}", f"{error:.2e}, allowed {allowed:.2e}") for name, error, allowed in found]
 
 
 def bits(x: Tensor) -> Tensor:

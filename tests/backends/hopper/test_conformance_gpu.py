@@ -11,6 +11,7 @@ import torch
 from evoattn import testing
 from evoattn.workloads import WORKLOADS
 from tests.backends.hopper.gpu_calls import DTYPES, FLOAT32, ON_HOPPER, example, forward
+from tests.fuzz import RandomProblem, judge
 
 pytestmark = ON_HOPPER
 
@@ -56,8 +57,8 @@ FOUND = (
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("case", FOUND, ids=lambda case: case.name)
 def test_a_problem_that_failed_holds(case: testing.Case, dtype: torch.dtype) -> None:
-    problem = testing.RandomProblem(int(case.name), dataclasses.replace(case, dtype=dtype))
-    assert testing.judge(problem, "hopper", "cuda") == testing.Outcome("held")
+    problem = RandomProblem(int(case.name), dataclasses.replace(case, dtype=dtype))
+    assert judge(problem, "hopper", "cuda") == testing.Outcome("held")
 
 
 @pytest.mark.parametrize("bias", [-3e4, -1e9, torch.finfo(torch.float32).min])

@@ -14,6 +14,7 @@ from evoattn import testing
 from evoattn.backends import Cotangents, Description, Inputs, hopper
 from evoattn.core.config import Config
 from evoattn.core.layouts import empty_gradients, empty_outputs
+from tests.helpers import seams
 
 
 def half(*shape: int) -> Tensor:
@@ -100,7 +101,7 @@ def test_the_tiles_of_the_backward_are_told(launched: list[Any]) -> None:
 def test_a_plan_tells_that_a_scale_copies_q(dtype: torch.dtype, scale: float, backward: bool, launched: list[Any]) -> None:
     """If and only if the pass copies it: the kernels then get another address."""
     case = testing.Case("scaled", n=3, h=2, lq=70, lk=65, d=32, dtype=dtype, pair_bias="b1hqk")
-    inputs = testing.canonical(case.make(seed=1))
+    inputs = seams.canonical(case.make(seed=1))
     outputs, needs = empty_outputs(inputs, "bnlhd"), (True, True, True, False, True, False)
     options: dict[str, Any] = {"scale": scale, "layout": "bnlhd", "config": Config()}
     values: Any = (inputs, outputs)

@@ -16,6 +16,7 @@ from evoattn.backends.hopper import backward_plan as backward
 from evoattn.backends.hopper import forward_plan as forward
 from evoattn.backends.hopper.kernels import key_bias
 from tests.backends.hopper.planned_calls import tensors_of
+from tests.helpers import seams
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -23,7 +24,7 @@ from tests.backends.hopper.planned_calls import tensors_of
 def test_rows_without_a_pair_bias_are_done_whole(masked: bool, deterministic: bool, launched: list[Any]) -> None:
     """One kernel finds all gradients; what nobody wants has a place too."""
     case = testing.Case("whole", n=66, h=2, lq=100, lk=70, d=16, dtype=torch.bfloat16, mask_bias="finite" if masked else None)
-    c = testing.canonical(case.make(seed=1))
+    c = seams.canonical(case.make(seed=1))
     needs = (True, False, True, masked, False, False)
     o, lse, dlse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1]), torch.randn(c.q.shape[:-1])
     tensors = (torch.randn_like(o), dlse, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
@@ -49,7 +50,7 @@ def test_heads_in_turns(heads_at_once: int, of_b: int, launched: list[Any], monk
     case = testing.Case(
         "turns", lead=(2,), n=32, h=4, lq=640, lk=640, d=64, dtype=torch.bfloat16, mask="random", pair_bias="b1hqk"
     )
-    c = testing.canonical(case.make(seed=1))
+    c = seams.canonical(case.make(seed=1))
     c = c._replace(pair_bias=c.pair_bias[:of_b])  # type: ignore[index]
     pair = tensors_of(c, (True, True, True, False, True, False))[5]
     q, k, v = (x.contiguous() for x in (c.q, c.k, c.v))
@@ -126,7 +127,7 @@ def test_who_leaves_rows_out(
 ) -> None:
     """All kernels or none, where a mask may switch rows off and there is much to do; that of the keys clears dq then."""
     settings = {"n": 140, "h": 4, "lq": 260, "lk": 260, "d": 16, "mask": "padding", "pair_bias": "b1hqk", **changes}
-    c = testing.canonical(testing.Case("left_out", dtype=torch.bfloat16, **settings).make(seed=1))  # type: ignore[arg-type]
+    c = seams.canonical(testing.Case("left_out", dtype=torch.bfloat16, **settings).make(seed=1))  # type: ignore[arg-type]
     o, lse = torch.empty_like(c.q), torch.empty(c.q.shape[:-1])
     tensors = (torch.empty_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
     of_qkv = [torch.empty_like(x) if need else None for x, need in zip((c.q, c.k, c.v), needs, strict=False)]

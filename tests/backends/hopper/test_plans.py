@@ -25,6 +25,7 @@ from evoattn.backends.hopper.memory import is_aligned
 from evoattn.core.config import Config
 from evoattn.core.layouts import empty_gradients, empty_outputs, to_canonical
 from tests.backends.hopper.planned_calls import launch_backward, tensors_of
+from tests.helpers import seams
 
 LONG = [
     testing.Case("long", n=2, h=2, lq=700, lk=650, d=32, pair_bias="b1hqk", mask="random"),
@@ -37,7 +38,7 @@ CASES = [dataclasses.replace(case, dtype=torch.bfloat16) for case in [*testing.A
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_forward_is_launched(case: testing.Case, launched: list[Any]) -> None:
-    c = testing.canonical(case.make(seed=1))
+    c = seams.canonical(case.make(seed=1))
     tensors = tensors_of(c, (False,) * 6)
     o, lse = torch.empty(c.q.shape), torch.empty(c.q.shape[:-1])
     forward.plan_forward(*tensors, scale=0.2, layout=case.layout)(*tensors, o, lse, torch.zeros_like(lse))
@@ -51,7 +52,7 @@ def test_a_forward_is_launched(case: testing.Case, launched: list[Any]) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_backward_is_launched(case: testing.Case, deterministic: bool, launched: list[Any]) -> None:
-    c = testing.canonical(case.make(seed=1))
+    c = seams.canonical(case.make(seed=1))
     needs = (True, True, True, c.mask_bias is not None, c.pair_bias is not None, False)
     inputs = tensors_of(c, needs)
     do, o, lse = torch.randn_like(c.q), torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
@@ -72,7 +73,7 @@ def test_a_backward_is_launched(case: testing.Case, deterministic: bool, launche
 def test_the_backend_plans_both_passes(pair_bias: str | None, launched: list[Any], kernels: list[Any]) -> None:
     """What its plans run and describe; nothing is compiled before the first run."""
     case = testing.Case("plans", n=3, h=2, lq=70, lk=65, d=32, dtype=torch.bfloat16, mask="random", pair_bias=pair_bias)
-    inputs = testing.canonical(case.make(seed=1))
+    inputs = seams.canonical(case.make(seed=1))
     outputs = empty_outputs(inputs, "bnlhd")
     needs = (True, True, True, False, pair_bias is not None, False)
     options: dict[str, Any] = {"scale": 0.2, "layout": "bnlhd", "config": Config()}
@@ -135,7 +136,7 @@ def test_the_copy_engine_gets_addresses_that_it_takes(layout: str, heads: int, d
 def test_who_rounds_the_gradient_of_the_pair_bias(changes: dict[str, Any], rounds: bool, launched: list[Any]) -> None:
     """One piece of memory is cleared, added to and rounded; a launch less where the kernel of the keys has time for it."""
     settings = {"n": 32, "h": 2, "lq": 72, "lk": 72, "d": 32, "mask": "random", "pair_bias": "b1hqk", **changes}
-    c = testing.canonical(testing.Case("rounds", dtype=torch.bfloat16, **settings).make(seed=1))  # type: ignore[arg-type]
+    c = seams.canonical(testing.Case("rounds", dtype=torch.bfloat16, **settings).make(seed=1))  # type: ignore[arg-type]
     _, dpair_bias = launch_backward(c, (True, True, True, False, True, False))
     arguments = dict(launched)
     added = arguments["QueryGradients"][13]  # after sizes, stream and eleven other tensors
@@ -152,7 +153,7 @@ def test_who_rounds_the_gradient_of_the_pair_bias(changes: dict[str, Any], round
 def test_a_kernel_and_its_sum_count_changes_alike(n: int, h: int, length: int, timed: bool, kernels: list[Any]) -> None:
     """What the blocks of `dq` leave, `PanelSum` looks for in the same places."""
     case = testing.Case("shares", n=n, h=h, lq=length, lk=length, d=32, dtype=torch.bfloat16, pair_bias="b1hqk")
-    c = testing.canonical(case.make(seed=1))
+    c = seams.canonical(case.make(seed=1))
     needs = (True, True, True, False, True, False)
     o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
     tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
@@ -168,7 +169,7 @@ def test_torch_clears_more_than_32_bits_count(most: int, launched: list[Any], mo
     for module in (backward, backward_launches):
         monkeypatch.setattr(module, "MOST_IN_32_BITS", most)
     case = testing.Case("many", n=32, h=2, lq=72, lk=72, d=32, dtype=torch.bfloat16, mask="random", pair_bias="b1hqk")
-    c = testing.canonical(case.make(seed=1))
+    c = seams.canonical(case.make(seed=1))
     _, dpair_bias = launch_backward(c, (True, True, True, False, True, False))
     arguments = dict(launched)
     added = arguments["QueryGradients"][13]
@@ -185,7 +186,7 @@ def test_no_memory_for_what_no_kernel_makes(
     sizes: list[int] = []
     make = backward.Workspace.make
     monkeypatch.setattr(backward.Workspace, "make", lambda self: sizes.append(self.bytes) or make(self))
-    c = testing.canonical(
+    c = seams.canonical(
         testing.Case("few", n=64, h=4, lq=64, lk=64, d=64, dtype=torch.bfloat16, pair_bias="b1hqk").make(seed=1)
     )
     launch_backward(c, needs)
@@ -214,7 +215,7 @@ def test_the_gradient_of_a_mask_bias_alone(
     inputs = dataclasses.replace(case, pair_bias="b1hqk", bias_dtype=bias_dtype).make(seed=1)
     pair = inputs.pair_bias.to(torch.bfloat16)  # type: ignore[union-attr]
     bias = inputs.mask_bias[:of_b, :of_n]  # type: ignore[index]
-    c = testing.canonical(dataclasses.replace(inputs, mask_bias=bias, pair_bias=pair))
+    c = seams.canonical(dataclasses.replace(inputs, mask_bias=bias, pair_bias=pair))
     needs = (False, False, False, True, False, False)
     o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
     tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
@@ -233,7 +234,7 @@ def test_the_gradient_of_a_mask_bias_alone(
 def test_a_float16_backward_divides_by_no_small_scale(
     dtype: torch.dtype, scale: float, unit: float, launched: list[Any]
 ) -> None:
-    c = testing.canonical(testing.Case("far", n=2, h=2, lq=64, lk=64, d=32, dtype=dtype, pair_bias="b1hqk").make(seed=1))
+    c = seams.canonical(testing.Case("far", n=2, h=2, lq=64, lk=64, d=32, dtype=dtype, pair_bias="b1hqk").make(seed=1))
     needs = (True, True, True, False, True, False)
     o, lse = torch.randn(c.q.shape, dtype=dtype), torch.randn(c.q.shape[:-1])
     tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
@@ -245,7 +246,7 @@ def test_a_float16_backward_divides_by_no_small_scale(
 
 def test_a_gradient_of_the_lse_alone_is_launched(launched: list[Any]) -> None:
     case = testing.Case("lse", n=2, h=2, lq=70, lk=65, d=32, dtype=torch.bfloat16, pair_bias="b1hqk")
-    c = testing.canonical(case.make(seed=1))
+    c = seams.canonical(case.make(seed=1))
     needs = (True, True, True, False, True, False)
     o, lse, dlse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1]), torch.randn(*c.q.shape[:-1], 2)[..., 0]
     tensors = (None, dlse, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))

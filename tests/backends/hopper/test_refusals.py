@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
-from evoattn import testing
 from evoattn.backends import hopper, tiled, triton
 from evoattn.backends.triton.tiles.few import few_tiles
 from evoattn.core.config import Config
 from evoattn.core.problem import Problem
+from tests.helpers import seams
 
 PLAIN = Problem(
     device="cuda",
@@ -34,7 +34,7 @@ def test_a_call_on_the_cpu_starts_no_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     """Asking a GPU for its capability would, and a worker that was forked from a process with one would fail."""
     monkeypatch.setattr(hopper, "availability", lambda: pytest.fail("asked for a GPU"))
     on_cpu = dataclasses.replace(PLAIN, device="cpu", capability=None)
-    name, refused = testing.chosen(on_cpu)
+    name, refused = seams.chosen(on_cpu)
     assert name == "tiled" and refused["hopper"] == ["needs tensors on a GPU, got device cpu"]
 
 
@@ -154,12 +154,12 @@ def test_auto_takes_the_faster_of_two(changes: dict, backend: str, monkeypatch: 
     for module in (hopper, triton):
         monkeypatch.setattr(module, "availability", lambda: None)
     problem = dataclasses.replace(PLAIN, **changes)
-    name, refused = testing.chosen(problem)
+    name, refused = seams.chosen(problem)
     assert name == backend
     assert [text.split(":")[0] for text in refused.get("hopper", [])] == ["leaves it to triton"] * (backend == "triton")
-    assert testing.chosen(problem, "hopper") == ("hopper", {})
+    assert seams.chosen(problem, "hopper") == ("hopper", {})
     monkeypatch.setattr(triton, "availability", lambda: "Triton is not installed")
-    assert testing.chosen(problem)[0] == "hopper"
+    assert seams.chosen(problem)[0] == "hopper"
 
 
 def test_whoever_is_named_as_faster_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_whoever_is_named_as_faster_is_taken(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(module, "unsupported", lambda problem, config: [])
     monkeypatch.setattr(hopper, "faster", lambda problem: ("tiled", "so it is"))
     left = ["leaves it to tiled: so it is"]
-    assert testing.chosen(PLAIN) == ("tiled", {"hopper": left, "triton": left})
+    assert seams.chosen(PLAIN) == ("tiled", {"hopper": left, "triton": left})
 
 
 @pytest.mark.parametrize("d", [8, 16, 24, 32, 48, 64])

@@ -33,6 +33,7 @@ else:
     from evoattn.backends.triton.tiles.backward import BackwardTiles
     from evoattn.backends.triton.tiles.limits import Tiles
     from evoattn.core.config import Config
+    from tests.helpers import seams
 
     pytestmark = [
         pytest.mark.usefixtures("poisoned"),
@@ -58,7 +59,7 @@ else:
 
     def use(monkeypatch: pytest.MonkeyPatch, tiles: BackwardTiles) -> None:
         monkeypatch.setattr(backward_plan, "backward_tiles", lambda *_: tiles)
-        testing.forget()
+        seams.forget()
 
     def check(inputs: testing.Inputs, *, deterministic: bool = False, config: Config | None = None) -> None:
         testing.check(testing.run(inputs, "triton", deterministic=deterministic, config=config), inputs)
@@ -93,7 +94,7 @@ else:
         monkeypatch.setattr(few, "extent", lambda tensor: 1 << 31)
         case = next(case for case in testing.AWKWARD if case.name == name)
         for dtype in (torch.float32, torch.bfloat16):
-            testing.forget()
+            seams.forget()
             check(dataclasses.replace(case, dtype=dtype).make(seed=5))
 
     @pytest.mark.parametrize(("axis", "step"), [(-2, 1 << 30), (-2, 1 << 31), (-1, (1 << 30) + 16)], ids=str)

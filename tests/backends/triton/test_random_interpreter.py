@@ -24,7 +24,7 @@ else:
 
     import torch
 
-    from evoattn import testing
+    from tests.fuzz import judge, random_problem
 
     torch.set_num_threads(1)
 
@@ -35,6 +35,6 @@ else:
     @pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 36))])
     def test_random_problem_in_the_interpreter_holds(seed: int) -> None:
         """Up to 40 queries and keys; the GPU runs the others."""
-        problem = testing.random_problem(seed, dtypes=DTYPES, largest=1000, longest=40)
-        outcome = testing.judge(problem, "triton")
+        problem = random_problem(seed, dtypes=DTYPES, largest=1000, longest=40)
+        outcome = judge(problem, "triton")
         assert outcome.status == "held", f"{outcome.what}\n{problem!r}"

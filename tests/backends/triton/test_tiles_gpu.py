@@ -11,7 +11,7 @@ import torch
 from evoattn import testing
 from evoattn.core.problem import Problem
 from evoattn.core.sizes import power_of_two
-from evoattn.testing.oracle import excess
+from tests.fuzz.conditioning import excess
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,14 +19,14 @@ Surrounding = Callable[[torch.device], contextlib.AbstractContextManager[Any]]
 """Makes a context for tensors of a device."""
 
 
-class _Functions(TorchFunctionMode):
+class _FunctionMode(TorchFunctionMode):
     """Sees every function of torch, and calls it."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **(kwargs or {}))
 
 
-class _Operators(TorchDispatchMode):
+class _DispatchMode(TorchDispatchMode):
     """Sees every operator, and calls it."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,8 +35,8 @@ class _Operators(TorchDispatchMode):
 
 MODES: dict[str, Surrounding] = {
     "torch.device": lambda device: device,
-    "function mode": lambda _: _Functions(),
-    "dispatch mode": lambda _: _Operators(),  # type: ignore[no-untyped-call]
+    "function mode": lambda _: _FunctionMode(),
+    "dispatch mode": lambda _: _DispatchMode(),  # type: ignore[no-untyped-call]
 }
 """Modes that change no number."""
 
@@ -49,6 +49,25 @@ def _flop_counter(_: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 COUNTERS: dict[str, Surrounding] = {"flop counter": _flop_counter}
 """Modes that look at every module, so that layers call their sub-modules."""
+
+
+@contextlib.contextmanager
+def _default_device(device: torch.device) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+ALL_MODES: dict[str, Surrounding] = {
+    "none": lambda _: contextlib.nullcontext(),
+    **MODES,
+    **COUNTERS,
+    "set_default_device": _default_device,
+    "save_on_cpu": lambda _: torch.autograd.graph.save_on_cpu(),
+}
+"""These, and the modes that random layers are not drawn with."""
 
 
 def _in_place_of(owner: Any, name: str, function: Callable[..., Any]) -> Surrounding:

@@ -1,4 +1,4 @@
-"""`evoattn fuzz`: random problems on every backend, judged by the float64 oracle; failures are shrunk."""
+"""`python -m tests.fuzz`: random problems on every backend, judged by the float64 oracle; failures are shrunk."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,33 +19,24 @@ import torch
 
 import evoattn
 from evoattn.backends import BACKENDS
-from evoattn.bench import machine
-from evoattn.bench.record import write_text
-from evoattn.cli.terminal import (
-    Count,
-    add_command,
-    among,
-    check_output,
-    count_progress,
-    number,
-    pick,
-    try_to_write,
-    whole_number,
-)
+from evoattn.core.devices import installed_version
 from evoattn.core.problem import dtype_name
-from evoattn.testing.fuzz import JUDGE, LAYERS, Findings, Problem, Trial, Workers, shrunk
-from evoattn.testing.judging import Outcome
-from evoattn.testing.layer_kinds import OPERATORS
-from evoattn.testing.random_layers import random_layer
-from evoattn.testing.random_problems import DTYPES, random_problem
+from evoattn.testing import Outcome
+from tests.fuzz.layer_kinds import OPERATORS
+from tests.fuzz.random_layers import random_layer
+from tests.fuzz.random_problems import DTYPES, random_problem
+from tests.fuzz.shrinking import shrunk
+from tests.fuzz.trials import JUDGE, LAYERS, Findings, Problem, Trial, Workers
 
 _DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
-_CASES = 200
 _LARGEST = {JUDGE: {"cpu": 1 << 20, "cuda": 1 << 22}, LAYERS: {"cpu": 1 << 15, "cuda": 1 << 21}}
 """Scores of a problem, by judge. A layer is computed by dense torch twice, forward and backward."""
 
 _SHRUNK = 10
 """Failures that are shrunk. The others are shown as they were drawn."""
+
+EVERY_S = 5.0
+"""Seconds between two lines that tell how far a run is."""
 
 _ABOUT = """\
 Draws random problems (sizes at the edges of tiles, dtypes, layouts, strides, masks, biases, scales, gradients) and runs
@@ -59,12 +51,14 @@ torch.compile. With --operators it draws calls of evoattn.pair in the same way.
 
 _EPILOG = """\
 examples:
-  evoattn fuzz                                       200 problems on every backend of this machine
-  evoattn fuzz --cases 1000 --seed 5000              problems 5000 to 5999, the same ones everywhere
-  evoattn fuzz --minutes 60 --jobs 8 --json found.json
-  evoattn fuzz --backends triton --dtypes bfloat16 float16
-  evoattn fuzz --layers --minutes 5                  whole layers
-  evoattn fuzz --operators --cases 2000              triangle multiplications and transitions
+  python3 dev.py fuzz                                       200 problems on every backend of this machine
+  python3 dev.py fuzz --cases 1000 --seed 5000              problems 5000 to 5999, the same ones everywhere
+  python3 dev.py fuzz --minutes 60 --jobs 8 --json found.json
+  python3 dev.py fuzz --backends triton --dtypes bfloat16 float16
+  python3 dev.py fuzz --layers --minutes 5                  whole layers
+  python3 dev.py fuzz --operators --cases 2000              triangle multiplications and transitions
+
+Where torch is installed already, `PYTHONPATH=src python -m tests.fuzz` does the same without an environment of its own.
 
 exit status: 0 nothing failed; 1 a problem failed; 2 bad options; 130 interrupted: the results so far are
 shown and written
@@ -101,29 +95,22 @@ class Settings:
     operators: bool = False
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `fuzz` to the command line."""
-    parser = add_command(commands, "fuzz", run, "random problems on every backend, against float64", _ABOUT, _EPILOG)
+def settings_of(arguments: list[str] | None) -> tuple[Settings, Path | None]:
+    """The settings that a command line asks for, and the file for what is found."""
+    parser = argparse.ArgumentParser(
+        "dev.py fuzz", description=_ABOUT, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     how_long = parser.add_mutually_exclusive_group()
-    how_long.add_argument("--cases", type=whole_number(1), metavar="N", help=f"problems (default: {_CASES})")
-    how_long.add_argument(
-        "--minutes",
-        type=number(float, lambda minutes: 0 < minutes < 1e6, "minutes above 0"),
-        metavar="M",
-        help="begin problems for this long",
-    )
-    parser.add_argument("--seed", type=whole_number(0), default=0, metavar="S", help="of the first problem (default: 0)")
-    parser.add_argument(
-        "--jobs", type=whole_number(1), metavar="J", help="worker processes (default: half of the cores, up to 4)"
-    )
-    parser.add_argument(
-        "--backends", nargs="+", metavar="NAME", help="auto and any of `evoattn doctor` (default: those of the device)"
-    )
-    parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", help=f"of {', '.join(_DTYPES)} (default: all)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is the GPU where there is one")
+    how_long.add_argument("--cases", type=int, metavar="N", help="problems (default: 200)")
+    how_long.add_argument("--minutes", type=float, metavar="M", help="begin problems for this long")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first problem (default: 0)")
+    parser.add_argument("--jobs", type=int, metavar="J", help="worker processes (default: half of the cores, up to 4)")
+    parser.add_argument("--backends", nargs="+", choices=("auto", *BACKENDS), help="default: those of the device")
+    parser.add_argument("--dtypes", nargs="+", choices=tuple(_DTYPES), default=tuple(_DTYPES), help="default: all")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
     parser.add_argument(
         "--largest",
-        type=whole_number(1),
+        type=int,
         metavar="SCORES",
         help="the most scores of a problem (default: 2^20, on a GPU 2^22; layers 2^15 and 2^21)",
     )
@@ -131,29 +118,24 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     what.add_argument("--layers", action="store_true", help="random layers of evoattn.nn in the place of random attentions")
     what.add_argument("--operators", action="store_true", help="random calls of the operators of evoattn.pair")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    device = pick(arguments.device).type
-    judge = LAYERS if arguments.layers or arguments.operators else JUDGE
-    cases = _CASES if arguments.cases is None and arguments.minutes is None else arguments.cases
+    given = parser.parse_args(arguments)
+    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    judge = LAYERS if given.layers or given.operators else JUDGE
     available = (status.name for status in evoattn.backends() if status.available and status.name != "reference")
-    default = ("tiled", "reference") if device == "cpu" else ("auto", *available)
-    default = ("auto",) if arguments.operators else default  # they have no other
+    backends = ("tiled", "reference") if device == "cpu" else ("auto", *available)
     settings = Settings(
-        cases=cases,
-        minutes=arguments.minutes,
-        seed=arguments.seed,
-        jobs=arguments.jobs or max(1, min(4, (os.cpu_count() or 2) // 2)),
-        backends=among("--backends", arguments.backends, ("auto", *BACKENDS), default),
-        dtypes=among("--dtypes", arguments.dtypes, tuple(_DTYPES), tuple(_DTYPES)),
+        cases=200 if given.cases is None and given.minutes is None else given.cases,
+        minutes=given.minutes,
+        seed=given.seed,
+        jobs=given.jobs or max(1, min(4, (os.cpu_count() or 2) // 2)),
+        backends=tuple(given.backends or (("auto",) if given.operators else backends)),  # operators have no other
+        dtypes=tuple(given.dtypes),
         device=device,
-        largest=arguments.largest or _LARGEST[judge][device],
+        largest=given.largest or _LARGEST[judge][device],
         judge=judge,
-        operators=arguments.operators,
+        operators=given.operators,
     )
-    return fuzz(settings, None if arguments.json is None else check_output(arguments.json, "--json", ".json"))
+    return settings, given.json
 
 
 def fuzz(settings: Settings, output: Path | None = None) -> int:
@@ -163,31 +145,32 @@ def fuzz(settings: Settings, output: Path | None = None) -> int:
     interrupted = False
     with Workers(settings.jobs, settings.judge, settings.limit_s) as workers:
         try:
-            with count_progress(None if settings.cases is None else settings.cases * len(settings.backends)) as count:
-                _judge_all(settings, workers, findings, count)
-                for place, failure in enumerate(findings.failures[:_SHRUNK]):
-                    count(findings.total(), f"{findings}; shrinking seed {failure.trial.problem.seed}")
-                    findings.failures[place] = shrunk(failure, workers)
+            _judge_all(settings, workers, findings)
+            for place, failure in enumerate(findings.failures[:_SHRUNK]):
+                findings.failures[place] = shrunk(failure, workers)
         except KeyboardInterrupt:
             interrupted = True
+    on_gpu = settings.device == "cuda"
     record = {
         "schema": 1,
         "finished": "interrupted" if interrupted else "complete",
-        "versions": {name: machine.versions()[name] for name in ("evoattn", "python", "torch", "triton")},
-        "device": machine.name(torch.device(settings.device)),
+        "versions": {
+            "evoattn": evoattn.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": installed_version("triton"),
+        },
+        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
         "settings": dataclasses.asdict(settings),
         "seconds": round(time.monotonic() - begun, 1),
         "counts": [{"backend": b, "dtype": dtype, **counts} for (b, dtype), counts in sorted(findings.counts.items())],
         "failures": [failure.as_json() for failure in findings.failures],
     }
-    unwritten = None
-    if output is not None:  # before the table: whoever reads that may stop early
-        unwritten = try_to_write("--json", output, lambda: write_text(json.dumps(record, indent=2) + "\n", output))
     _print(record, findings)
-    if unwritten is not None:
-        raise unwritten
+    if output is not None:
+        output.write_text(json.dumps(record, indent=2) + "\n")
     if interrupted:
-        print("evoattn fuzz: interrupted: the results so far are above", file=sys.stderr)
+        print("dev.py fuzz: interrupted: the results so far are above", file=sys.stderr)
         return 130
     return 1 if findings.failures else 0
 
@@ -200,20 +183,19 @@ def _seeds(settings: Settings) -> Iterator[int]:
         yield settings.seed + index
 
 
-def _judge_all(settings: Settings, workers: Workers, findings: Findings, count: Count) -> None:
+def _judge_all(settings: Settings, workers: Workers, findings: Findings) -> None:
     draw: Callable[..., Problem] = random_layer if settings.judge == LAYERS else random_problem
     draw = functools.partial(draw, kinds=tuple(OPERATORS)) if settings.operators else draw
-    draw = functools.partial(
-        draw,
-        dtypes=[_DTYPES[name] for name in settings.dtypes],
-        largest=settings.largest,
-    )
+    draw = functools.partial(draw, dtypes=[_DTYPES[name] for name in settings.dtypes], largest=settings.largest)
     trials = (Trial(problem, name, settings.device) for problem in map(draw, _seeds(settings)) for name in settings.backends)
-    for done, (trial, outcome) in enumerate(workers.run(trials), 1):
+    shown = time.monotonic()
+    for trial, outcome in workers.run(trials):
         findings.add(trial, outcome)
         if outcome.status == "failed":  # at once, so that it is seen if the run is killed
             print(_title(trial, outcome), file=sys.stderr, flush=True)
-        count(done, f"{findings}; seed {trial.problem.seed}")
+        if time.monotonic() - shown >= EVERY_S:
+            shown = time.monotonic()
+            print(f"{findings}; seed {trial.problem.seed}", file=sys.stderr, flush=True)
 
 
 def _print(record: dict[str, Any], findings: Findings) -> None:
@@ -232,3 +214,7 @@ def _print(record: dict[str, Any], findings: Findings) -> None:
 
 def _title(trial: Trial, outcome: Outcome) -> str:
     return f"FAILED  seed {trial.problem.seed}, {trial.backend} on {trial.device}: {outcome.what}"
+
+
+if __name__ == "__main__":
+    sys.exit(fuzz(*settings_of(None)))

@@ -1,4 +1,4 @@
-"""`evoattn fuzz --layers`: random layers hold on the CPU, every kind is drawn, and what is planted is found and printed."""
+"""`dev.py fuzz --layers`: random layers hold on the CPU, every kind is drawn, and what is planted is found and printed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 
 import evoattn.pair.multiplication.call
-from evoattn import cli
-from evoattn.cli import fuzz as command
 from evoattn.nn import project
 from evoattn.testing import Outcome
-from evoattn.testing.fuzz import Findings, Trial
-from evoattn.testing.judging_layers import judge_layer
-from evoattn.testing.layer_kinds import KINDS, LAYERS, OPERATORS
-from evoattn.testing.random_layers import RandomLayer, random_layer
-from evoattn.testing.random_operators import Call
-from evoattn.testing.random_problems import DTYPES
-from evoattn.testing.surroundings import COMPILERS, COUNTERS, DTENSORS, INSTEAD, MODES
+from tests.fuzz import __main__ as command
+from tests.fuzz.judging_layers import judge_layer
+from tests.fuzz.layer_kinds import KINDS, LAYERS, OPERATORS
+from tests.fuzz.random_layers import RandomLayer, random_layer
+from tests.fuzz.random_operators import Call
+from tests.fuzz.random_problems import DTYPES
+from tests.fuzz.trials import Findings, Trial
+from tests.helpers.surroundings import COMPILERS, COUNTERS, DTENSORS, INSTEAD, MODES
 
 SEEDS, CHUNK = range(100, 140), 10
 SMALL = 4000
@@ -202,18 +201,23 @@ def test_the_default_dtype_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
+def run(*arguments: str) -> int:
+    """The exit status of the command with these arguments."""
+    return command.fuzz(*command.settings_of([*arguments]))
+
+
 def test_fuzz_layers_command_prints_its_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["fuzz", "--layers", "--cases", "2", "--seed", "103", "--largest", "500", "--jobs", "1", "--device", "cpu"]
-    assert cli.main([*arguments, "--backends", "auto,triton"]) == 0
+    arguments = ["--layers", "--cases", "2", "--seed", "103", "--largest", "500", "--jobs", "1", "--device", "cpu"]
+    assert run(*arguments, "--backends", "auto", "triton") == 0
     assert "seeds from 103 to 104, 2 held, 2 refused, 0 failed" in capsys.readouterr().out
 
 
 def test_fuzz_operators_command_prints_its_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["fuzz", "--operators", "--cases", "3", "--seed", "5", "--largest", "500", "--jobs", "1", "--device", "cpu"]
-    assert cli.main(arguments) == 0
+    arguments = ["--operators", "--cases", "3", "--seed", "5", "--largest", "500", "--jobs", "1", "--device", "cpu"]
+    assert run(*arguments) == 0
     assert "seeds from 5 to 7, 3 held, 0 refused, 0 failed" in capsys.readouterr().out
     call = random_layer(5, largest=500, kinds=tuple(OPERATORS))
-    assert call.command("auto", "cpu").startswith("evoattn fuzz --operators --seed 5 --cases 1 --largest 500 ")
+    assert call.command("auto", "cpu").startswith("python3 dev.py fuzz --operators --seed 5 --cases 1 --largest 500 ")
 
 
 def test_a_failure_is_printed_with_a_line_that_runs(
@@ -223,7 +227,7 @@ def test_a_failure_is_printed_with_a_line_that_runs(
 
     class Here:
         def __init__(self, jobs: int, judge: str, limit_s: float) -> None:
-            assert judge == "evoattn.testing.judging_layers:judge_layer"
+            assert judge == "tests.fuzz.judging_layers:judge_layer"
 
         def __enter__(self) -> Here:
             return self
@@ -240,18 +244,18 @@ def test_a_failure_is_printed_with_a_line_that_runs(
     monkeypatch.setattr(
         project, "normalise_backward", lambda *args: tuple(None if x is None else 1.01 * x for x in right(*args))
     )
-    arguments = ["fuzz", "--layers", "--seed", "100", "--cases", "20", "--backends", "tiled", "--dtypes", "float32"]
-    assert cli.main([*arguments, "--device", "cpu", "--largest", "500"]) == 1
+    arguments = ["--layers", "--seed", "100", "--cases", "20", "--backends", "tiled", "--dtypes", "float32"]
+    assert run(*arguments, "--device", "cpu", "--largest", "500") == 1
     printed = capsys.readouterr().out
     first = re.search(r"FAILED  seed (\d+), tiled on cpu: error of d", printed)
     assert first
     line = next(text.split("again", 1)[1].strip() for text in printed.splitlines() if text.startswith("  again"))
     assert f"--seed {first[1]} --cases 1 " in line
-    program, *again = shlex.split(line)
-    assert program == "evoattn" and cli.main(again) == 1
+    *program, again = line.partition(" fuzz ")
+    assert program == ["python3 dev.py", " fuzz "] and run(*shlex.split(again)) == 1
     assert f"FAILED  seed {first[1]}, tiled on cpu: " in capsys.readouterr().out
     monkeypatch.setattr(project, "normalise_backward", right)
-    assert cli.main(again) == 0
+    assert run(*shlex.split(again)) == 0
 
 
 def test_counts_go_by_the_dtype_of_the_inputs() -> None:

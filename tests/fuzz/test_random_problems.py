@@ -10,9 +10,10 @@ import torch
 
 import evoattn
 from evoattn import testing
-from evoattn.testing.judging import Run
-from evoattn.testing.oracle import conditioning
-from evoattn.testing.random_problems import DTYPES
+from tests.fuzz import RandomProblem, judge, random_problem
+from tests.fuzz.conditioning import conditioning
+from tests.fuzz.judging import Run
+from tests.fuzz.random_problems import DTYPES
 
 SEEDS, CHUNK = 300, 25
 SIZES = {"largest": 12_000, "longest": 200}
@@ -28,7 +29,7 @@ def test_cpu_backends_hold_on_random_problems(first: int) -> None:
     for backend in ("tiled", "reference"):
         failed = {}
         for seed in range(first, first + CHUNK):
-            outcome = testing.judge(testing.random_problem(seed, **SIZES), backend)
+            outcome = judge(random_problem(seed, **SIZES), backend)
             if outcome.status != "held":
                 failed[seed] = outcome.what
         assert not failed, f"{backend}: {failed}"
@@ -36,7 +37,7 @@ def test_cpu_backends_hold_on_random_problems(first: int) -> None:
 
 def test_one_seed_is_one_problem() -> None:
     """Descriptions and bits, on any machine and any version of Python and torch."""
-    problems = [testing.random_problem(seed, largest=20_000) for seed in range(300)]
+    problems = [random_problem(seed, largest=20_000) for seed in range(300)]
     told = "\n".join(map(repr, problems))
     bits = hashlib.sha256()
     for problem in problems[:60]:
@@ -51,16 +52,16 @@ def test_one_seed_is_one_problem() -> None:
 
 
 def test_the_description_is_a_line_of_python() -> None:
-    names = {"Case": testing.Case, "RandomProblem": testing.RandomProblem, "torch": torch}
+    names = {"Case": testing.Case, "RandomProblem": RandomProblem, "torch": torch}
     for seed in range(200):
-        problem = testing.random_problem(seed)
+        problem = random_problem(seed)
         assert eval(repr(problem), names) == problem
     assert all(eval(repr(case), names) == case for case in testing.AWKWARD)
 
 
-DESCRIPTIONS = [testing.random_problem(seed) for seed in range(2000)]
+DESCRIPTIONS = [random_problem(seed) for seed in range(2000)]
 
-Kind = Callable[[testing.RandomProblem], bool]
+Kind = Callable[[RandomProblem], bool]
 
 
 def edges(name: str) -> Kind:
@@ -175,16 +176,16 @@ def test_what_rounding_takes_from_a_gated_output_counts(backend: str, dtype: tor
     case = testing.Case("one key", n=3, lq=5, lk=1, d=4, dtype=dtype, gate="random")
     for words in ({}, {"gate": "large"}, {"gate": "large", "n": 1, "h": 1, "lq": 1, "lk": 9, "d": 1}):
         for seed in range(10):
-            outcome = testing.judge(testing.RandomProblem(seed, dataclasses.replace(case, **words)), backend)  # type: ignore[arg-type]
+            outcome = judge(RandomProblem(seed, dataclasses.replace(case, **words)), backend)  # type: ignore[arg-type]
             assert outcome.status == "held", outcome.what
 
 
 def test_scores_reach_1e4() -> None:
     """Of eight problems with the largest spread."""
     largest = 0.0
-    seeds = [seed for seed in range(400) if testing.random_problem(seed, largest=20_000).case.spread > 1000]
+    seeds = [seed for seed in range(400) if random_problem(seed, largest=20_000).case.spread > 1000]
     for seed in seeds[:8]:
-        problem = testing.random_problem(seed, largest=20_000)
+        problem = random_problem(seed, largest=20_000)
         lse = testing.oracle(problem.make()).values["lse"]
         largest = max(largest, lse[lse.isfinite() & (lse.abs() < 1e6)].abs().max().item())
     assert 4e3 < largest < 1e5
@@ -192,18 +193,18 @@ def test_scores_reach_1e4() -> None:
 
 def test_sizes_stay_within_bounds() -> None:
     for seed in range(300):
-        problem = testing.random_problem(seed, dtypes=(torch.float16,), largest=700, longest=30)
+        problem = random_problem(seed, dtypes=(torch.float16,), largest=700, longest=30)
         assert 1 <= problem.scores <= 700
         assert max(problem.case.lq, problem.case.lk) <= 30
         assert problem.case.dtype == torch.float16
     with pytest.raises(ValueError, match="expected dtypes"):
-        testing.random_problem(0, dtypes=())
+        random_problem(0, dtypes=())
 
 
 def test_a_quarter_of_16_bit_problems_suits_hopper() -> None:
     suits = 0
     for seed in range(120):
-        inputs = testing.random_problem(seed, dtypes=(torch.float16, torch.bfloat16), largest=2000).make()
+        inputs = random_problem(seed, dtypes=(torch.float16, torch.bfloat16), largest=2000).make()
         tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "mask", "mask_bias", "pair_bias")}
         refused = evoattn.explain(**tensors, layout=inputs.case.layout, backend="hopper").refused["hopper"]
         suits += len(refused) == 1 and "GPU" in refused[0]
@@ -261,8 +262,8 @@ def fake(change: Callable[[dict[str, torch.Tensor], testing.Inputs], None]) -> R
 def kinds(change: Callable[[dict[str, torch.Tensor], testing.Inputs], None], **words: object) -> set[str]:
     sizes = {"n": 4, "lq": 9, "lk": 11, "mask": "empty_rows", "mask_bias": "finite", "pair_bias": "b1hqk"}
     case = testing.Case("planted", **{**sizes, **words})  # type: ignore[arg-type]
-    problem = testing.RandomProblem(5, case, deterministic=True)
-    return set(testing.judge(problem, "tiled", run_backend=fake(change)).kinds)
+    problem = RandomProblem(5, case, deterministic=True)
+    return set(judge(problem, "tiled", run_backend=fake(change)).kinds)
 
 
 def test_the_judge_sees_what_is_planted() -> None:
@@ -340,7 +341,7 @@ def test_errors_of_random_problems_are_seen() -> None:
     """Five parts in a hundred in any value of any problem, but where rounding alone may take as much."""
     seen = collections.Counter[bool]()
     for seed in range(40):
-        problem = testing.random_problem(seed, largest=3000)
+        problem = random_problem(seed, largest=3000)
         name = ("o", "lse", "dq", "dk", "dv", "dmask_bias", "dpair_bias")[seed % 7]
 
         def wrong(values: dict[str, torch.Tensor], inputs: testing.Inputs, name: str = name) -> None:
@@ -349,6 +350,6 @@ def test_errors_of_random_problems_are_seen() -> None:
             else:
                 values["o"].mul_(1.05)
 
-        outcome = testing.judge(problem, "tiled", run_backend=fake(wrong))
+        outcome = judge(problem, "tiled", run_backend=fake(wrong))
         seen[any(kind.startswith("error of") for kind in outcome.kinds)] += 1
     assert seen[True] >= 30, seen  # of 35: three have no key at all, and one is as good as a maximum over keys

@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from evoattn.dispatch.lookup import RefusalError
 from evoattn.nn import attention as layers
-from evoattn.testing.dense_layers import MaskedSoftmax
 from evoattn.testing.judging import Outcome, bits, poisoned, verdict
-from evoattn.testing.layer_kinds import KINDS
 from evoattn.testing.oracle import FLOOR, relative_error
-from evoattn.testing.random_layers import RandomLayer
-from evoattn.testing.surroundings import COMPILERS, COUNTERS, DTENSORS, INSTEAD, MODES, distribute, like, local
+from tests.fuzz.layer_kinds import KINDS
+from tests.fuzz.random_layers import RandomLayer
+from tests.helpers.dense_layers import MaskedSoftmax
+from tests.helpers.surroundings import COMPILERS, COUNTERS, DTENSORS, INSTEAD, MODES, distribute, like, local
 
 _MULTIPLE = 3.0
 """The factor on the loss of dense torch in the compute dtype, as in tests/nn. In 2,000 layers on a CPU 999 of 1,000

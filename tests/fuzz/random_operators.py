@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evoattn import pair
-from evoattn.testing.dense_layers import MaskedSoftmax, rectified
+from tests.helpers.dense_layers import MaskedSoftmax, rectified
 
 
 class Call(nn.Module):

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from evoattn import nn as modules
-from evoattn.testing import dense_layers as dense
-from evoattn.testing import random_operators as operators
+from tests.fuzz import random_operators as operators
+from tests.helpers import dense_layers as dense
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from evoattn.core.problem import dtype_name
-from evoattn.testing import surroundings
-from evoattn.testing.changes import HOOKS, IN_PLACE, INSTEAD, change
-from evoattn.testing.drawing import bell, with_strides
-from evoattn.testing.layer_kinds import KINDS, LAYERS, OPERATORS
-from evoattn.testing.random_problems import DTYPES, Draw
+from evoattn.testing.drawing import with_strides
+from tests.fuzz.layer_kinds import KINDS, LAYERS, OPERATORS
+from tests.fuzz.random_problems import DTYPES, Draw, bell
+from tests.helpers import surroundings
+from tests.helpers.changes import HOOKS, IN_PLACE, INSTEAD, change
 
 _LARGE_PRODUCTS = ("linear_a_p.weight", "linear_b_p.weight", "p_in_weight")
 """Weights whose size decides that of the product of a triangle multiplication, which a norm follows."""
@@ -118,7 +118,7 @@ class RandomLayer:
         dtypes = "" if self.dtypes == DTYPES else " --dtypes " + " ".join(dtype_name(x) for x in self.dtypes)
         drawn = f"--seed {self.seed} --cases 1 --largest {self.largest}{dtypes}"
         what = "operators" if self.kind in OPERATORS else "layers"
-        return f"evoattn fuzz --{what} {drawn} --backends {backend} --device {device}"
+        return f"python3 dev.py fuzz --{what} {drawn} --backends {backend} --device {device}"
 
     def shape(self, axes: str) -> tuple[int, ...]:
         """The shape that letters stand for."""

@@ -95,8 +95,8 @@ def test_ctrl_c_keeps_what_is_finished(cache: pathlib.Path, capsys: pytest.Captu
     ("arguments", "told"),
     [
         (["--arch", "sm_70"], "--arch: unknown architecture 'sm_70'; expected one of sm_80"),
-        (["--arch", "sm_80", "--model", "alphafold"], "--model: there is no 'alphafold'; expected any of esmfold"),
-        (["--arch", "sm_80", "--dtypes", "float64"], "--dtypes: there is no 'float64'"),
+        (["--arch", "sm_80", "--model", "alphafold"], "argument --model: invalid choice: 'alphafold'"),
+        (["--arch", "sm_80", "--dtypes", "float64"], "argument --dtypes: invalid choice: 'float64'"),
         (["--arch", "sm_80", "--lengths", "0"], "expected a whole number from 1 up"),
         ([], "there is no NVIDIA GPU here: name the one that kernels are for, such as --arch sm_90a"),
     ],

@@ -2,10 +2,12 @@
 
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
-import types
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -125,23 +127,34 @@ def test_a_terminal_tells_the_program_itself(program: Program) -> None:
     assert (process.returncode, out) == (0, "got\n")
 
 
-def test_a_signal_before_there_is_a_program_is_passed_on() -> None:
-    with run.Signals() as signals:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        process = subprocess.Popen(["sleep", "30"])
-        signals.go_to(process)
-        assert process.wait(20) == -signal.SIGUSR1
+def wait(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object], *command: str) -> int:
+    """The status of a command, after something that is done before it starts."""
+    right = run._start
+
+    def start(*arguments: Any) -> subprocess.Popen[bytes]:
+        meanwhile()
+        return right(*arguments)
+
+    monkeypatch.setattr(run, "_start", start)
+    return run._wait([shutil.which(command[0]) or "", *command[1:]], {**os.environ})
 
 
-def test_handlers_are_put_back_and_ignored_signals_stay_ignored() -> None:
+def test_a_signal_before_there_is_a_program_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wait(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGUSR1), "sleep", "30") == -signal.SIGUSR1
+
+
+def test_handlers_are_put_back_and_ignored_signals_stay_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """As nohup and a shell's background ignore some."""
     handler = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     try:
         before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        with run.Signals():
+
+        def look() -> None:
             assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
             assert signal.getsignal(signal.SIGUSR1) != before[signal.SIGUSR1]
             assert signal.getsignal(signal.SIGCHLD) == before[signal.SIGCHLD]
+
+        assert wait(monkeypatch, look, "true") == 0
         assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
     finally:
         signal.signal(signal.SIGUSR2, handler)
@@ -150,14 +163,26 @@ def test_handlers_are_put_back_and_ignored_signals_stay_ignored() -> None:
 def test_evoattn_run_stops_with_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-Z reaches the program, then stops this process by the signal's default, and is handled again afterwards."""
     seen: list[object] = []
-    program = types.SimpleNamespace(pid=os.getpid(), send_signal=lambda number: seen.append(("program", number)))
+
+    class Stopped:
+        """A program that is stopped while it is waited for."""
+
+        pid = os.getpid()
+
+        def send_signal(self, number: int) -> None:
+            seen.append(("program", number))
+
+        def wait(self) -> int:
+            handler: Any = signal.getsignal(signal.SIGTSTP)
+            handler(signal.SIGTSTP, None)
+            assert signal.getsignal(signal.SIGTSTP) == handler
+            return 0
+
     monkeypatch.setattr(run, "in_foreground", lambda child: False)
+    monkeypatch.setattr(run, "_start", lambda *_: Stopped())
     monkeypatch.setattr(run.os, "kill", lambda pid, number: seen.append((pid, number, signal.getsignal(number))))
-    with run.Signals() as signals:
-        signals.go_to(program)  # type: ignore[arg-type]
-        signals._handle(signal.SIGTSTP, None)
-        assert seen == [("program", signal.SIGTSTP), (os.getpid(), signal.SIGTSTP, signal.SIG_DFL)]
-        assert signal.getsignal(signal.SIGTSTP) == signals._handle
+    assert run._wait([], {}) == 0
+    assert seen == [("program", signal.SIGTSTP), (os.getpid(), signal.SIGTSTP, signal.SIG_DFL)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone ends a process with its parent")

@@ -76,7 +76,7 @@ def test_layers_are_watched_too(program: Program, capfd: pytest.CaptureFixture[s
 def test_steps_are_recorded_by_default(options: tuple[str, ...], graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Any] = {}
 
-    def wait(command: list[str], environment: dict[str, str], signals: object) -> int:
+    def wait(command: list[str], environment: dict[str, str]) -> int:
         told.update(json.loads(environment[running.VARIABLE]))
         return 0
 
@@ -118,7 +118,7 @@ def test_the_line_about_steps(tmp_path: pathlib.Path) -> None:
         tally.add("step", "boltz", "")
     for reason in ("among the first calls of their kind", "among the first calls of their kind", "not on a GPU"):
         tally.add("step", "boltz", reason)
-    line = run.summary(tmp_path, ("boltz",))
+    line = running.summary(tmp_path, ("boltz",))
     expected = "; 1,500 steps and blocks replayed as CUDA graphs and 2 not (2 among the first calls of their kind)"
     assert line.endswith(expected)
 
@@ -131,7 +131,7 @@ def test_the_line_names_what_was_computed(tmp_path: pathlib.Path) -> None:
         for _ in range(calls):
             tally.add("call", "boltz", "", kind)
             tally.add("call", "boltz", "too long", kind)
-    assert run.summary(tmp_path, ("boltz",)) == (
+    assert running.summary(tmp_path, ("boltz",)) == (
         "37 attention calls, 3 triangle multiplications, 1 transition and 2 pair blocks of boltz 2.2.1 computed by evoattn on "
         "tiled; 37 attention calls, 3 triangle multiplications, 1 transition and 2 pair blocks by the original: too long"
     )

@@ -19,7 +19,6 @@ from evoattn.backends import Cotangents, Inputs
 from evoattn.bench.attentions import inputs_of
 from evoattn.bench.contender import Runner
 from evoattn.bench.peers import PEERS
-from evoattn.cli import evoformer
 from evoattn.clients import calls, rf3
 from evoattn.clients import openfold as openfold_client
 from evoattn.clients.site import Count
@@ -112,7 +111,7 @@ def test_windows_of_atoms_have_the_same_mask(monkeypatch: pytest.MonkeyPatch, ot
 
 
 def test_benchmarks_measure_the_same_problem(other_default: Any) -> None:
-    """Inputs, weights and masks of problems, of layers and of the demo, and dense attention with a mask."""
+    """Inputs, weights and masks of problems and of layers, and dense attention with a mask."""
     cpu = torch.device("cpu")
     attention = Workload("x", 1, 3, 2, 5, 5, 8, True, True, "")
     triangle = dataclasses.replace(attention, n=5, layer="triangle")
@@ -120,11 +119,8 @@ def test_benchmarks_measure_the_same_problem(other_default: Any) -> None:
     def make_problem() -> list[Tensor]:
         inputs = inputs_of(attention, torch.bfloat16, cpu)
         layer = layer_of(triangle, torch.float32, cpu)
-        embedding = evoformer.embed(("ACDX", "A-DE"), 3, cpu)
-        start = evoformer.triangle_start(embedding, torch.float16)
         tensors = [inputs.q, inputs.mask, inputs.do, *layer.inputs.values(), layer.mask, *layer.module.parameters()]
-        tensors += [embedding.m, embedding.z, start.q, start.pair_bias, start.do]
-        masked = dataclasses.replace(start, q=start.q.float(), k=start.k.float(), v=start.v.float(), pair_bias=None)
+        masked = dataclasses.replace(inputs, q=inputs.q.float(), k=inputs.k.float(), v=inputs.v.float(), pair_bias=None)
         return [x for x in [*tensors, Runner(PEERS["dense"], masked).forward()] if x is not None]
 
     expected = make_problem()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import ctypes
 import errno
@@ -14,16 +13,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
 from evoattn.cli.terminal import RefusedError, add_command, tell
 from evoattn.clients import running
-from evoattn.clients.graphs import ELSEWHERE
 from evoattn.clients.patching import NAMES, client
 from evoattn.clients.releases import UnknownRelease, check_files
-from evoattn.clients.site import in_words, joined
 
 _ABOUT = """\
 Runs a program whose attention evoattn computes, as `evoattn.patch` does, in the program and in its child processes.
@@ -43,16 +39,14 @@ are ours too, but are not counted. Python's options -E, -I and -S leave a progra
 exit status: the program's own; 2 if it cannot be started
 """
 
-_NOT_FORWARDED = ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGTTIN", "SIGTTOU")
+_NOT_FORWARDED = {
+    getattr(signal, name, None)
+    for name in ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGTTIN", "SIGTTOU")
+}
 """Signals that are not passed on: they cannot be caught, or they tell of this process itself."""
 
-_TERMINAL_SIGNALS = ("SIGINT", "SIGQUIT", "SIGTSTP", "SIGWINCH")
+_TERMINAL_SIGNALS = {getattr(signal, name, None) for name in ("SIGINT", "SIGQUIT", "SIGTSTP", "SIGWINCH")}
 """Signals that a terminal sends to every process of its foreground group."""
-
-_UNREAD = """\
-A Python process that does not read evoattn's start-up file runs unpatched: \
-Python ignores it with -I, -E or -S, and if PYTHONPATH is removed, as by `env -i`. \
-Start the program without these, or call evoattn.patch() in it"""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -93,14 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
             check_files(program_client)
         except UnknownRelease as error:
             raise RefusedError(str(error)) from error
-    with Signals() as signals, contextlib.ExitStack() as at_end:
+    with contextlib.ExitStack() as at_end:
         folder, why = _folder(at_end)
-        paths = [str(running.STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
-        more = {"layers": arguments.layers, "graphs": arguments.graphs}
-        told = running.instructions(folder, running.modules(names, **more), **more)
-        environment = {**os.environ, running.VARIABLE: told, "PYTHONPATH": os.pathsep.join(paths)}
-        status = _wait(command, environment, signals)
-        line = f"calls were not counted: {why}" if folder is None else summary(folder, names)
+        status = _wait(command, running.environment(folder, names, layers=arguments.layers, graphs=arguments.graphs))
+        line = f"calls were not counted: {why}" if folder is None else running.summary(folder, names)
         tell(f"evoattn run: {line}")
     return status if status >= 0 else _die_of(-status)
 
@@ -164,47 +154,36 @@ def _python_of(path: str) -> str | None:
     return words[0] if words and os.path.basename(words[0]).startswith("python") else None
 
 
-class Signals:
-    """Signals for this process while the program runs: each is passed on to the program.
+def _wait(command: list[str], environment: dict[str, str]) -> int:
+    """Run a program and return its status, negative if of a signal. Signals for this process meanwhile go to the program.
 
     The terminal's own signals reach the program too if both are in its foreground group. They are not sent twice then.
     """
+    process: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
+    handlers: dict[int, Any] = {}
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._early: list[int] = []
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
-        excluded = {getattr(signal, name, None) for name in _NOT_FORWARDED}
-        for number in signal.valid_signals() - excluded:
-            before = signal.getsignal(number)
-            if before not in (signal.SIG_IGN, None):
-                self._before[number] = before
-                signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-    def go_to(self, process: subprocess.Popen[bytes]) -> None:
-        """Pass the signals that came before the program started on to it, and all later ones."""
-        self._process = process
-        for number in self._early:
+    def pass_on(number: int, _: object) -> None:
+        if process is None:
+            early.append(number)
+        elif number not in _TERMINAL_SIGNALS or not in_foreground(process.pid):
             process.send_signal(number)
-
-    def _handle(self, number: int, _: Any) -> None:
-        if self._process is None:
-            self._early.append(number)
-            return
-        known = {getattr(signal, name, None) for name in _TERMINAL_SIGNALS}
-        if number not in known or not in_foreground(self._process.pid):
-            self._process.send_signal(number)
-        if number == getattr(signal, "SIGTSTP", None):  # stop too, and go on when continued
+        if process is not None and number == getattr(signal, "SIGTSTP", None):  # stop too, and go on when continued
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-            signal.signal(number, self._handle)
+            signal.signal(number, pass_on)
+
+    for caught in signal.valid_signals() - _NOT_FORWARDED:
+        if signal.getsignal(caught) not in (signal.SIG_IGN, None):
+            handlers[caught] = signal.signal(caught, pass_on)
+    try:
+        process = _start(command, environment)
+        for number in early:
+            process.send_signal(number)
+        return process.wait()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def in_foreground(child: int) -> bool:
@@ -216,14 +195,11 @@ def in_foreground(child: int) -> bool:
         return False
 
 
-def _wait(command: list[str], environment: dict[str, str], signals: Signals) -> int:
-    """The status with which a program ends, negative if of a signal."""
+def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     try:
-        process = subprocess.Popen(command, env=environment, preexec_fn=_ends_with_this_process())
+        return subprocess.Popen(command, env=environment, preexec_fn=_ends_with_this_process())
     except OSError as error:
         raise RefusedError(f"{command[0]} cannot be started: {_why_not_started(command[0], error)}") from error
-    signals.go_to(process)
-    return process.wait()
 
 
 def _why_not_started(path: str, error: OSError) -> str:
@@ -261,76 +237,3 @@ def _die_of(number: int) -> int:
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     return 128 + number  # the signal is blocked
-
-
-def summary(folder: pathlib.Path, names: tuple[str, ...]) -> str:
-    """Tell in a line what the processes counted."""
-    computed: collections.Counter[str] = collections.Counter()
-    passed_on: dict[str, collections.Counter[str]] = {}
-    steps: collections.Counter[str] = collections.Counter()
-    backends, patched, refused = set(), set(), set()
-    for name, count in running.totals(folder).items():
-        match name:
-            case ("call", _, "", kind):
-                computed[kind] += count
-            case ("call", _, reason, kind):
-                passed_on.setdefault(reason, collections.Counter())[kind] += count
-            case ("step", _, reason):
-                steps[reason] += count
-            case ("backend", backend):
-                backends.add(backend)
-            case ("patched", client_name, version):
-                patched.add(f"{client_name} {version}")
-            case ("refused", client_name, reason):
-                refused.add(f"{client_name} was not patched: {reason}")
-    refused |= {path.read_text() for path in folder.glob("*.lost")}
-    if any(folder.glob("*.uncounted")):
-        refused.add(f"not all calls were counted: {folder.parent} cannot take the counts; TMPDIR names another place")
-    ending = "" if computed or passed_on or steps or refused else f". {_UNREAD}"
-    if computed:
-        where = f" on {joined(sorted(backends))}" if backends else ""
-        parts = [f"{in_words(computed)} of {joined(sorted(patched))} computed by evoattn{where}"]
-    elif patched and ending:
-        parts = [f"{joined(sorted(patched))} patched, but no attention was called in {_readers(folder)}"]
-    elif patched:
-        parts = [f"{joined(sorted(patched))} patched, but no attention was computed by evoattn"]
-    elif refused:
-        parts = []
-    else:
-        parts = [_not_patched(folder, names)]
-    by_count = sorted(passed_on.items(), key=lambda item: -item[1].total())
-    parts += [f"{in_words(counts)} by the original: {reason}" for reason, counts in by_count]
-    return "; ".join([*parts, *_steps(steps), *sorted(refused)]) + ending
-
-
-def _not_patched(folder: pathlib.Path, names: tuple[str, ...]) -> str:
-    if not folder.exists():
-        return f"nothing was counted: the program removed {folder}"
-    if not any(folder.glob(f"*{running.BEGAN}")):
-        return "nothing was counted: no Python process reported that it read evoattn's start-up file"
-    return f"nothing was patched: no attention of {', '.join(names)} was imported in {_readers(folder)}"
-
-
-def _readers(folder: pathlib.Path) -> str:
-    """Name the Python processes that read the start-up file, the first three by their commands."""
-    files = sorted(folder.glob(f"*{running.BEGAN}"), key=lambda path: path.stat().st_mtime_ns)
-    shown = [_shown(path.read_text(encoding="utf-8", errors="replace")) for path in files[:3]]
-    more = [f"{len(files) - 3} more"] if len(files) > 3 else []
-    processes = "Python process" if len(files) == 1 else f"{len(files)} Python processes"
-    return f"the {processes} that read evoattn's start-up file ({'; '.join(shown + more)})"
-
-
-def _shown(command: str) -> str:
-    """A command in one short line that sends nothing but letters to the terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in textwrap.shorten(command, 60, placeholder=" ..."))
-
-
-def _steps(counts: collections.Counter[str]) -> list[str]:
-    """Tell how many steps and blocks were replayed, unless the machine has no GPU."""
-    replayed = counts.pop("", 0)
-    counts.pop(ELSEWHERE, None)
-    if not replayed and not counts:
-        return []
-    why = ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
-    ran = f" and {sum(counts.values()):,} not ({why})" if why else ""
-    return [f"{replayed:,} steps and blocks replayed as CUDA graphs{ran}"]

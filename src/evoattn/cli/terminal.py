@@ -6,20 +6,15 @@ import argparse
 import contextlib
 import errno
 import importlib.util
-import itertools
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TextIO
 
 import torch
-
-from evoattn.core.devices import install_extra
-
-_Number = TypeVar("_Number", int, float)
 
 
 class RefusedError(Exception):
@@ -56,27 +51,16 @@ def add_command(
     return parser
 
 
-def need_extra(package: str) -> None:
-    """Refuse, naming what to install, unless this package is there."""
-    if importlib.util.find_spec(package) is None:
-        raise RefusedError(f"needs {package}, which is not installed: {install_extra('cli')}")
-
-
-def number(kind: Callable[[str], _Number], holds: Callable[[_Number], bool], expected: str) -> Callable[[str], _Number]:
-    """Return a function that turns an option's text into a number of a kind for which `holds` is true."""
-
-    def parse(text: str) -> _Number:
-        with contextlib.suppress(ValueError):
-            if holds(value := kind(text)):
-                return value
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-
-    return parse
-
-
 def whole_number(least: int) -> Callable[[str], int]:
     """Return a function that turns an option's text into a whole number from `least` up."""
-    return number(int, lambda value: least <= value < 1 << 31, f"a whole number from {least} up")
+
+    def parse(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if least <= (value := int(text)) < 1 << 31:
+                return value
+        raise argparse.ArgumentTypeError(f"expected a whole number from {least} up, got {text!r}")
+
+    return parse
 
 
 @contextlib.contextmanager
@@ -169,55 +153,35 @@ def check_output(output: Path, option: str, *suffixes: str) -> Path:
     return output
 
 
-Step = Callable[[str], None]
-"""Called before each step of a long run with the step in words."""
-
 Count = Callable[[int, str], None]
 """Called with the number of finished steps and a text."""
 
 
 @contextlib.contextmanager
-def _bar() -> Iterator[Callable[[int, int | None, str], None] | None]:
-    """Show a bar on stderr: steps done, of how many, and what is going on. None without a terminal or without rich."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        yield None
-        return
-
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
-    text = TextColumn("{task.description}", markup=False)
-    with Progress(*columns, text, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda done, total, what: bar.update(task, total=total, completed=done, description=what)
-
-
-@contextlib.contextmanager
 def count_progress(total: int | None, every_s: float = 5.0) -> Iterator[Count]:
-    """A bar with counts on stderr; without a terminal, a line every few seconds.
+    """A bar with counts on stderr; without a terminal or without rich, a line every few seconds.
 
     Args:
         total: how many steps there will be, or None if time decides.
         every_s: seconds between two lines.
     """
+    if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        text = TextColumn("{task.description}", markup=False)
+        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), text)
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("starting", total=total)
+            yield lambda done, what: bar.update(task, completed=done, description=what)
+        return
+
     shown = time.monotonic()
-    with _bar() as bar:
 
-        def count(done: int, what: str) -> None:
-            nonlocal shown
-            if bar is not None:
-                bar(done, total, what)
-            elif time.monotonic() - shown >= every_s:
-                shown = time.monotonic()
-                print(f"[{done}{'' if total is None else f'/{total}'}] {what}", file=sys.stderr, flush=True)
+    def count(done: int, what: str) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= every_s:
+            shown = time.monotonic()
+            print(f"[{done}{'' if total is None else f'/{total}'}] {what}", file=sys.stderr, flush=True)
 
-        yield count
-
-
-@contextlib.contextmanager
-def progress(total: int) -> Iterator[Step]:
-    """A bar on stderr over `total` steps at most; without a terminal, a line for each."""
-    numbers = itertools.count(1)
-    with count_progress(total, every_s=0.0) as count:
-        yield lambda what: count(next(numbers), what)
+    yield count

@@ -14,10 +14,13 @@ import mmap
 import os
 import pathlib
 import secrets
+import textwrap
 import threading
 
+from evoattn.clients.graphs import ELSEWHERE
 from evoattn.clients.patching import NAMES, client, patch_as_imported
 from evoattn.clients.releases import UnknownRelease
+from evoattn.clients.site import in_words, joined
 from evoattn.dispatch import lookup
 
 VARIABLE = "EVOATTN_RUN"
@@ -28,6 +31,11 @@ BEGAN = ".began"
 
 STARTUP = pathlib.Path(__file__).parent / "startup"
 """The folder that goes to PYTHONPATH."""
+
+UNREAD = """\
+A Python process that does not read evoattn's start-up file runs unpatched: \
+Python ignores it with -I, -E or -S, and if PYTHONPATH is removed, as by `env -i`. \
+Start the program without these, or call evoattn.patch() in it"""
 
 _MOST = 1024  # names of a process
 _BYTES = 8
@@ -92,6 +100,88 @@ def totals(folder: pathlib.Path) -> collections.Counter[tuple[str, ...]]:
             with contextlib.suppress(json.JSONDecodeError):  # the disk was full in the middle of a name
                 counter[tuple(json.loads(name))] += count
     return counter
+
+
+def summary(folder: pathlib.Path, names: tuple[str, ...]) -> str:
+    """Tell in a line what the processes counted."""
+    computed: collections.Counter[str] = collections.Counter()
+    passed_on: dict[str, collections.Counter[str]] = {}
+    steps: collections.Counter[str] = collections.Counter()
+    backends, patched, refused = set(), set(), set()
+    for name, count in totals(folder).items():
+        match name:
+            case ("call", _, "", kind):
+                computed[kind] += count
+            case ("call", _, reason, kind):
+                passed_on.setdefault(reason, collections.Counter())[kind] += count
+            case ("step", _, reason):
+                steps[reason] += count
+            case ("backend", backend):
+                backends.add(backend)
+            case ("patched", client_name, version):
+                patched.add(f"{client_name} {version}")
+            case ("refused", client_name, reason):
+                refused.add(f"{client_name} was not patched: {reason}")
+    refused |= {path.read_text() for path in folder.glob("*.lost")}
+    if any(folder.glob("*.uncounted")):
+        refused.add(f"not all calls were counted: {folder.parent} cannot take the counts; TMPDIR names another place")
+    ending = "" if computed or passed_on or steps or refused else f". {UNREAD}"
+    if computed:
+        where = f" on {joined(sorted(backends))}" if backends else ""
+        parts = [f"{in_words(computed)} of {joined(sorted(patched))} computed by evoattn{where}"]
+    elif patched and ending:
+        parts = [f"{joined(sorted(patched))} patched, but no attention was called in {_readers(folder)}"]
+    elif patched:
+        parts = [f"{joined(sorted(patched))} patched, but no attention was computed by evoattn"]
+    elif refused:
+        parts = []
+    else:
+        parts = [_not_patched(folder, names)]
+    by_count = sorted(passed_on.items(), key=lambda item: -item[1].total())
+    parts += [f"{in_words(counts)} by the original: {reason}" for reason, counts in by_count]
+    return "; ".join([*parts, *_steps(steps), *sorted(refused)]) + ending
+
+
+def _not_patched(folder: pathlib.Path, names: tuple[str, ...]) -> str:
+    if not folder.exists():
+        return f"nothing was counted: the program removed {folder}"
+    if not any(folder.glob(f"*{BEGAN}")):
+        return "nothing was counted: no Python process reported that it read evoattn's start-up file"
+    return f"nothing was patched: no attention of {', '.join(names)} was imported in {_readers(folder)}"
+
+
+def _readers(folder: pathlib.Path) -> str:
+    """Name the Python processes that read the start-up file, the first three by their commands."""
+    files = sorted(folder.glob(f"*{BEGAN}"), key=lambda path: path.stat().st_mtime_ns)
+    shown = [_shown(path.read_text(encoding="utf-8", errors="replace")) for path in files[:3]]
+    more = [f"{len(files) - 3} more"] if len(files) > 3 else []
+    processes = "Python process" if len(files) == 1 else f"{len(files)} Python processes"
+    return f"the {processes} that read evoattn's start-up file ({'; '.join(shown + more)})"
+
+
+def _shown(command: str) -> str:
+    """A command in one short line that sends nothing but letters to the terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in textwrap.shorten(command, 60, placeholder=" ..."))
+
+
+def _steps(counts: collections.Counter[str]) -> list[str]:
+    """Tell how many steps and blocks were replayed, unless the machine has no GPU."""
+    replayed = counts.pop("", 0)
+    counts.pop(ELSEWHERE, None)
+    if not replayed and not counts:
+        return []
+    why = ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
+    ran = f" and {sum(counts.values()):,} not ({why})" if why else ""
+    return [f"{replayed:,} steps and blocks replayed as CUDA graphs{ran}"]
+
+
+def environment(
+    folder: pathlib.Path | None, names: tuple[str, ...], *, layers: bool = True, graphs: bool = False
+) -> dict[str, str]:
+    """The environment of a program whose processes patch these clients, and count calls in a folder if there is one."""
+    told = instructions(folder, modules(names, layers=layers, graphs=graphs), layers=layers, graphs=graphs)
+    paths = [str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, VARIABLE: told, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def instructions(

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from evoattn.backends import COMPILERS, Needed
-from evoattn.cli.terminal import RefusedError, add_command, among, count_progress, refusing_place, try_to_write_in, whole_number
+from evoattn.cli.terminal import RefusedError, add_command, count_progress, refusing_place, try_to_write_in, whole_number
 from evoattn.cli.warm.calls import Call, Launched, calls_of, why_not
 from evoattn.cli.warm.cards import ARCHITECTURES, cards_of, local_cards
 from evoattn.cli.warm.families import COARSE, DTYPES, FAMILIES, LENGTHS
@@ -98,7 +98,9 @@ class Counts:
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `warm` to the command line."""
     parser = add_command(commands, "warm", run, "compile what a model family needs, before its first call", _ABOUT, _EPILOG)
-    parser.add_argument("--model", nargs="+", metavar="NAME", help="families (default: all)")
+    parser.add_argument(
+        "--model", nargs="+", choices=tuple(FAMILIES), default=tuple(FAMILIES), metavar="NAME", help="families (default: all)"
+    )
     parser.add_argument(
         "--lengths",
         nargs="+",
@@ -106,7 +108,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="L",
         help="residues or tokens (default: what stands for 1 to 2,048)",
     )
-    parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", help=f"of {', '.join(_DTYPES)} (default: bfloat16 float32)")
+    parser.add_argument("--dtypes", nargs="+", choices=tuple(_DTYPES), help="default: bfloat16 float32")
     parser.add_argument("--training", action="store_true", help="also the backward")
     parser.add_argument("--arch", metavar="ARCH", help="the GPU's architecture, such as sm_90a (default: this machine's GPUs)")
     parser.add_argument("--jobs", type=whole_number(1), metavar="J", help="worker processes (default: one for each core)")
@@ -114,11 +116,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    named = among("--dtypes", arguments.dtypes, tuple(_DTYPES), ())
     settings = Settings(
-        models=among("--model", arguments.model, tuple(FAMILIES), tuple(FAMILIES)),
+        models=tuple(dict.fromkeys(arguments.model)),
         lengths=tuple(dict.fromkeys(arguments.lengths or LENGTHS)),
-        dtypes=tuple(_DTYPES[name] for name in named) or DTYPES,
+        dtypes=tuple(_DTYPES[name] for name in dict.fromkeys(arguments.dtypes or ())) or DTYPES,
         training=arguments.training,
         cards=local_cards() if arguments.arch is None else cards_of(arguments.arch),
         jobs=arguments.jobs or cores(),

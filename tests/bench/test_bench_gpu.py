@@ -56,7 +56,7 @@ def test_garbage_of_before_is_not_taken_off_the_peak() -> None:
 
 def test_bench_command_on_a_gpu_measures_all_passes(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    arguments = ["bench", "--workloads", "tri128", "single256", "--dtypes", "bfloat16,float16,float32", "--rounds", "2"]
+    arguments = ["bench", "--workloads", "tri128", "single256", "--dtypes", "bfloat16", "float16", "float32", "--rounds", "2"]
     peers = ["--peers", "flex", "dense", "sdpa"]
     assert cli.main([*arguments, *peers, "--json", str(path)]) == 0
     record = records.read(path)

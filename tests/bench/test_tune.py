@@ -169,7 +169,7 @@ def test_what_does_not_fit_into_memory_is_left_out(
 
 REFUSED = {
     "workload": (["--workloads", "nonsense"], "--workloads: no workload 'nonsense'"),
-    "dtype": (["--dtypes", "float64"], "--dtypes: there is no 'float64'; expected any of bfloat16, float16, float32"),
+    "dtype": (["--dtypes", "float64"], "argument --dtypes: invalid choice: 'float64'"),
     "budget": (["--budget", "0"], "--budget: expected a whole number from 1 up, got '0'"),
 }
 

@@ -17,10 +17,8 @@ from evoattn.bench.run import Plan, run
 from evoattn.cli.terminal import (
     RefusedError,
     add_command,
-    among,
     check_output,
     count_progress,
-    names_in,
     pick,
     refusing,
     try_to_write,
@@ -29,6 +27,7 @@ from evoattn.cli.terminal import (
 from evoattn.workloads import WORKLOADS, Workload, workload
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+_BACKENDS = ("auto", *BACKENDS)
 
 _USUAL = {"cuda": ("tri384", "tri397", "msa_row", "single768"), "cpu": ("tri64", "tri128", "msa_row128n128", "single256")}
 """Workloads that take minutes with all peers: kernels compile for each of them."""
@@ -63,16 +62,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     what.add_argument(
         "--workloads", nargs="+", metavar="NAME", help="from --list, or at another length, such as tri500; or all"
     )
-    what.add_argument("--dtypes", nargs="+", metavar="DTYPE", help="bfloat16 (default on a GPU), float16, float32 (on the CPU)")
-    what.add_argument("--passes", nargs="+", metavar="PASS", help="forward, backward, both (default: all three)")
-    what.add_argument(
-        "--backends", nargs="+", metavar="NAME", help="of evoattn: auto and any of `evoattn doctor` (default: all)"
-    )
+    what.add_argument("--dtypes", nargs="+", choices=_DTYPES, help="default: bfloat16 on a GPU, float32 on the CPU")
+    what.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES, help="default: all")
+    what.add_argument("--backends", nargs="+", choices=_BACKENDS, default=_BACKENDS, help="of evoattn (default: all)")
     what.add_argument(
         "--peers",
         nargs="*",
-        metavar="NAME",
-        help=f"of {', '.join(PEERS)} (default: all, on the CPU those that do not compile; none: --peers alone)",
+        choices=tuple(PEERS),
+        help="default: all, on the CPU those that do not compile; none: --peers alone",
     )
     what.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is the GPU where there is one")
     what.add_argument("--rounds", type=whole_number(2), default=7, metavar="R", help="rounds of timing (default: 7)")
@@ -148,10 +145,10 @@ def _plan(arguments: argparse.Namespace, device: torch.device) -> Plan:
     peers = tuple(name for name, peer in PEERS.items() if not (on_cpu and peer.compiles))
     return Plan(
         workloads=workloads_of(arguments.workloads, _USUAL[device.type]),
-        dtypes=among("--dtypes", arguments.dtypes, _DTYPES, ("float32",) if on_cpu else ("bfloat16",)),
-        passes=among("--passes", arguments.passes, PASSES, PASSES),
-        backends=among("--backends", arguments.backends, ("auto", *BACKENDS), ("auto", *BACKENDS)),
-        peers=among("--peers", arguments.peers, tuple(PEERS), peers),
+        dtypes=tuple(dict.fromkeys(arguments.dtypes or ("float32" if on_cpu else "bfloat16",))),
+        passes=tuple(dict.fromkeys(arguments.passes)),
+        backends=tuple(dict.fromkeys(arguments.backends)),
+        peers=peers if arguments.peers is None else tuple(dict.fromkeys(arguments.peers)),
         rounds=arguments.rounds,
     )
 
@@ -162,7 +159,7 @@ def workloads_of(asked: list[str] | None, default: tuple[str, ...]) -> tuple[Wor
     Raises:
         RefusedError: there is no such workload.
     """
-    names = names_in(asked) or default
+    names = asked or default
     if "all" in names:
         return WORKLOADS
     try:

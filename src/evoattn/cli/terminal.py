@@ -98,28 +98,6 @@ def pick(name: str) -> torch.device:
     return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
 
 
-def names_in(values: list[str] | None) -> list[str] | None:
-    """Names given with spaces or commas between them."""
-    return None if values is None else [name for value in values for name in value.split(",") if name]
-
-
-def among(option: str, values: list[str] | None, known: tuple[str, ...], default: tuple[str, ...]) -> tuple[str, ...]:
-    """The names in an option's values, all of them known, or the default.
-
-    Raises:
-        RefusedError: one is not known, or none is left.
-    """
-    names = names_in(values)
-    if names is None:
-        return default
-    for name in names:
-        if name not in known:
-            raise RefusedError(f"{option}: there is no {name!r}; expected any of {', '.join(known)}")
-    if not names and option != "--peers":
-        raise RefusedError(f"{option}: expected any of {', '.join(known)}")
-    return tuple(dict.fromkeys(names))
-
-
 def try_to_write_in(folder: Path) -> None:
     """Make a folder if it is missing, and a file in it that is removed. Permissions alone do not tell if that works for root.
 
@@ -153,18 +131,16 @@ def check_output(output: Path, option: str, *suffixes: str) -> Path:
     return output
 
 
+EVERY_S = 5.0
+"""Seconds between two lines of progress where there is no bar."""
+
 Count = Callable[[int, str], None]
 """Called with the number of finished steps and a text."""
 
 
 @contextlib.contextmanager
-def count_progress(total: int | None, every_s: float = 5.0) -> Iterator[Count]:
-    """A bar with counts on stderr; without a terminal or without rich, a line every few seconds.
-
-    Args:
-        total: how many steps there will be, or None if time decides.
-        every_s: seconds between two lines.
-    """
+def count_progress(total: int) -> Iterator[Count]:
+    """A bar over so many steps on stderr; without a terminal or without rich, a line every few seconds."""
     if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -180,8 +156,8 @@ def count_progress(total: int | None, every_s: float = 5.0) -> Iterator[Count]:
 
     def count(done: int, what: str) -> None:
         nonlocal shown
-        if time.monotonic() - shown >= every_s:
+        if time.monotonic() - shown >= EVERY_S:
             shown = time.monotonic()
-            print(f"[{done}{'' if total is None else f'/{total}'}] {what}", file=sys.stderr, flush=True)
+            print(f"[{done}/{total}] {what}", file=sys.stderr, flush=True)
 
     yield count

@@ -16,7 +16,6 @@ from evoattn.cli.bench import workloads_of
 from evoattn.cli.terminal import (
     RefusedError,
     add_command,
-    among,
     count_progress,
     pick,
     refusing_place,
@@ -59,7 +58,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `tune` to the command line."""
     parser = add_command(commands, "tune", run, "better tile sizes for this machine and your shapes: a luxury", _ABOUT, _EPILOG)
     parser.add_argument("--workloads", nargs="+", metavar="NAME", help="as in evoattn bench, such as tri500")
-    parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", help="default: bfloat16 on a GPU, float32 on the CPU")
+    parser.add_argument("--dtypes", nargs="+", choices=_DTYPES, help="default: bfloat16 on a GPU, float32 on the CPU")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is the GPU if there is one")
     parser.add_argument("--budget", type=whole_number(1), default=300, metavar="S", help="seconds in all (default: 300)")
     instead = parser.add_mutually_exclusive_group()
@@ -84,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         _show(on_cpu)
         return 0
     workloads = workloads_of(arguments.workloads, _USUAL[device.type])
-    dtypes = among("--dtypes", arguments.dtypes, _DTYPES, ("float32",) if on_cpu else ("bfloat16",))
+    dtypes = dict.fromkeys(arguments.dtypes or ("float32" if on_cpu else "bfloat16",))
     with refusing_place(place, _VARIABLE):  # before minutes of search: it could not be kept after them
         try_to_write_in(place.parent)
     findings: list[Tuned] = []

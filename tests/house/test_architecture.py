@@ -35,7 +35,6 @@ ARROWS: dict[str, set[str]] = {
     "cli": {
         "__init__",
         "_version",
-        "api",
         "backends",
         "bench",
         "clients",

@@ -17,7 +17,8 @@ from evoattn.pair.multiplication import products
 from evoattn.pair.transitions import call as transitions
 from evoattn.pair.values import MultiplicationOptions as Options
 from evoattn.pair.values import MultiplicationWeights as Weights
-from evoattn.testing import dense_layers, relative_error
+from evoattn.testing import relative_error
+from tests.helpers import dense_layers
 from tests.pair.problems import call, differentiated, inputs, truth, weights, worst
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -102,11 +102,7 @@ def tune(
         for name in AUTO_ORDER:
             chosen = attentions.explanation(inputs, name)
             if name == "triton" and chosen.config is not None and chosen.config.block_q is None:
-<<<<<<< HEAD:src/evoattn/bench/search.py
-                return  # few queries and few keys: kernels that have no tiles of queries, and ask no table
-=======
                 return  # few queries and few keys: kernels without tiles of scores, which ask no table
->>>>>>> 4426010 (Keep the benchmark of attention alone in the wheel):src/evoattn/cli/tile_search.py
             if chosen.config is not None and not refusals(name, chosen.problem, chosen.config):
                 break
         else:

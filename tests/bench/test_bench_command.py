@@ -103,7 +103,7 @@ REFUSED = {
     "backend": (["--backends", "cuda"], r"argument --backends: invalid choice: 'cuda' \(choose from .*reference"),
     "peer": (["--peers", "xformers"], r"argument --peers: invalid choice: 'xformers'"),
     "empty": (["--dtypes"], r"argument --dtypes: expected at least one argument"),
-    "layer": (["--workloads", "tri64", "layer384"], r"--workloads: layer384: a whole layer; `python3 dev.py bench layers` "),
+    "layer": (["--workloads", "layer384"], r"--workloads: no workload 'layer384'; expected one of tri384, "),
     "rounds": (["--rounds", "1"], r"--rounds: expected a whole number from 2 up, got '1'"),
     "place": (["--json", "no/a.json"], r"--json 'no/a\.json': there is no directory 'no'; expected one that exists"),
     "folder": (["--json", "."], r"--json '\.': is a directory; expected the name of a JSON file"),

@@ -33,7 +33,7 @@ RESIDUES = "ACDEFGHIKLMNPQRSTVWYX-"
 EXAMPLE = pathlib.Path(__file__).resolve().parents[1] / "examples" / "ubiquitin.a3m"
 LENGTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 LONGEST = {"cpu": 384, "cuda": 1024}
-SLOWEST_S = 8.0
+PATIENCE_S = {"evoattn": 20.0, "dense": 8.0}
 """Seconds of a forward and backward. A length that is expected to take longer is not measured."""
 
 ORACLE_SCORES = 12 << 20
@@ -206,20 +206,29 @@ def show_growth(
     """Print triangle attention against length: the query cut to each length, or repeated up to it."""
     print(f"\n{'length':>6}{'evoattn ms':>12}{'dense ms':>10}{'speed-up':>10}{'evoattn peak MiB':>18}{'dense peak MiB':>16}")
     found: dict[str, dict[int, Cost]] = {name: {} for name in WAYS}
+    stopped: dict[str, str] = {}
     for length in lengths:
         row = (query * -(-length // len(query)))[:length]
         inputs = triangle("triangle", *embed([row], device)[1:], dtype)
         for name, attend in WAYS.items():
+            if name in stopped:
+                continue
             needed = (4 if name == "dense" else 0) * 4 * length**3 * inputs.q.element_size()
             last = max(found[name], default=0)
-            expected_s = found[name][last].both / 1e3 * (length / last) ** 3 if last else 0.0
-            if (found[name] or length == lengths[0]) and expected_s < SLOWEST_S and too_much(needed, device) is None:
+            seconds = found[name][last].both / 1e3 * (length / last) ** 3 if last else 0.0
+            if seconds > PATIENCE_S[name]:
+                stopped[name] = f"at L = {length}: it would take about {seconds:.0f} s"
+            elif reason := too_much(needed, device):
+                stopped[name] = f"at L = {length}: it would take {reason}"
+            else:
                 found[name][length] = cost(attend, inputs, repeats)
         own, dense = found["evoattn"].get(length), found["dense"].get(length)
         cells = [f"{own.both:12.1f}" if own else f"{'-':>12}", f"{dense.both:10.1f}" if dense else f"{'-':>10}"]
         cells += [f"{dense.both / own.both:8.1f} x" if own and dense else " " * 10]
         cells += [f"{own.peak:18.1f}" if own else f"{'-':>18}", f"{dense.peak:16.1f}" if dense else f"{'-':>16}"]
         print(f"{length:6}{''.join(cells)}", flush=True)
+    for name, why in stopped.items():
+        print(f"{name} was not run {why}")
     return found
 
 
@@ -258,7 +267,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(f"{given.alignment}: {error}")
     longest = given.max_length or (96 if given.quick else LONGEST[device.type])
-    lengths = (*(length for length in LENGTHS if length < longest), longest)
+    shortest = 64 if given.quick or device.type == "cuda" else 128  # dense PyTorch is as fast below
+    lengths = (*(length for length in LENGTHS if shortest <= length < longest), longest)
     used = [row[: min(longest, 128 if device.type == "cpu" else 384)] for row in rows[: 32 if given.quick else 512]]
     used = [row for row in used if row.strip("-")]
     print(f"{given.alignment.name}: {len(used)} sequences x {len(used[0])} columns, of {len(rows)} x {len(rows[0])}")

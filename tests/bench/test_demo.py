@@ -53,6 +53,14 @@ def test_the_demo_prints_a_table_and_draws_a_picture(family: Path, capsys: pytes
     assert family.with_suffix(".png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+def test_a_way_that_takes_too_long_stops(family: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(demo, "PATIENCE_S", {"evoattn": 1e9, "dense": 0.0})
+    assert run(family, 80) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^ *80 +[\d.]+ +- +[\d.]+ +-$", printed, re.MULTILINE)
+    assert "dense was not run at L = 80: it would take about 0 s" in printed
+
+
 def test_wrong_numbers_are_named(family: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A backward that is off by a part in a thousand gives exit status 1."""
     right = tiled.plan_backward

@@ -188,7 +188,7 @@ def test_an_environment_without_evoattn_is_named(tmp_path: pathlib.Path) -> None
     for name, text in (("watched", ""), ("evoattn", "raise ImportError('not here')")):
         (tmp_path / f"{name}.py").write_text(text)
     for folder in (tmp_path, tmp_path / "gone", None):  # a child may outlive the run, and its folder
-        told = running.instructions(folder, {"watched": ["boltz"]})
+        told = running.environment(folder, {"watched": ["boltz"]})[running.VARIABLE]
         environment = {"EVOATTN_RUN": told, "PYTHONPATH": f"{running.STARTUP}{os.pathsep}{tmp_path}"}
         subprocess.run([sys.executable, "-c", "import watched"], env=environment, check=True, cwd=tmp_path)
     (lost,) = tmp_path.glob("*.lost")

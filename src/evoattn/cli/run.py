@@ -89,7 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise RefusedError(str(error)) from error
     with contextlib.ExitStack() as at_end:
         folder, why = _folder(at_end)
-        status = _wait(command, running.environment(folder, names, layers=arguments.layers, graphs=arguments.graphs))
+        more = {"layers": arguments.layers, "graphs": arguments.graphs}
+        status = _wait(command, running.environment(folder, running.modules(names, **more), **more))
         line = f"calls were not counted: {why}" if folder is None else running.summary(folder, names)
         tell(f"evoattn run: {line}")
     return status if status >= 0 else _die_of(-status)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import importlib.util
 import os
 import sys
@@ -109,25 +108,21 @@ def try_to_write_in(folder: Path) -> None:
         pass
 
 
-def check_output(output: Path, option: str, *suffixes: str) -> Path:
+def check_output(output: Path, option: str, suffix: str) -> Path:
     """The path, if a file can be written there.
 
     Raises:
         RefusedError: its directory does not exist or is not writable, it is a directory, or its name does not end as it should.
     """
-    shown = repr(str(output))
-    kind = suffixes[0].removeprefix(".").upper()
+    shown, folder = f"{option} {str(output)!r}", output.parent
     if output.is_dir():
-        raise RefusedError(f"{option} {shown}: is a directory; expected the name of a {kind} file")
-    if output.suffix.lower() not in suffixes:
-        raise RefusedError(f"{option} {shown}: expected a name that ends in {' or '.join(suffixes)}")
-    if not output.parent.is_dir():
-        raise RefusedError(f"{option} {shown}: there is no directory {str(output.parent)!r}; expected one that exists")
-    try:
-        try_to_write_in(output.parent)
-    except OSError as error:
-        why = f" ({error.strerror})" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) else ""
-        raise RefusedError(f"{option} {shown}: the directory {str(output.parent)!r} is not writable{why}") from None
+        raise RefusedError(f"{shown}: is a directory; expected the name of a file")
+    if output.suffix.lower() != suffix:
+        raise RefusedError(f"{shown}: expected a name that ends in {suffix}")
+    if not folder.is_dir():
+        raise RefusedError(f"{shown}: there is no directory {str(folder)!r}; expected one that exists")
+    with refusing(f"{shown}: the directory {str(folder)!r} is not writable"):
+        try_to_write_in(folder)
     return output
 
 

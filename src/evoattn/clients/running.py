@@ -24,7 +24,7 @@ from evoattn.clients.site import in_words, joined
 from evoattn.dispatch import lookup
 
 VARIABLE = "EVOATTN_RUN"
-"""The environment's name for what `evoattn run` tells the processes of its program: see `instructions`."""
+"""The environment's name for what `evoattn run` tells the processes of its program: see `environment`."""
 
 BEGAN = ".began"
 """The suffix of the files in the folder of the counts in which each Python that reads the start-up file leaves its command."""
@@ -176,23 +176,19 @@ def _steps(counts: collections.Counter[str]) -> list[str]:
 
 
 def environment(
-    folder: pathlib.Path | None, names: tuple[str, ...], *, layers: bool = True, graphs: bool = False
-) -> dict[str, str]:
-    """The environment of a program whose processes patch these clients, and count calls in a folder if there is one."""
-    told = instructions(folder, modules(names, layers=layers, graphs=graphs), layers=layers, graphs=graphs)
-    paths = [str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, VARIABLE: told, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def instructions(
     folder: pathlib.Path | None, watched: dict[str, list[str]], *, layers: bool = True, graphs: bool = False
-) -> str:
-    """The instructions for the start-up file in the environment, as JSON.
+) -> dict[str, str]:
+    """The environment of a program whose processes patch clients. What the start-up file is told is JSON.
 
-    `folder` is that of the counts, None if nothing is counted. `watched` has modules, each with the clients that it is of.
+    Args:
+        folder: that of the counts. None: nothing is counted.
+        watched: modules, each with the clients that it is of (`modules`).
+        layers, graphs: as `evoattn.patch` takes them.
     """
     where = None if folder is None else str(folder)
-    return json.dumps({"folder": where, "modules": watched, "layers": layers, "graphs": graphs})
+    told = json.dumps({"folder": where, "modules": watched, "layers": layers, "graphs": graphs})
+    paths = [str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, VARIABLE: told, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def modules(names: tuple[str, ...] = NAMES, *, layers: bool = True, graphs: bool = False) -> dict[str, list[str]]:

@@ -131,7 +131,7 @@ else:
         "grads of samples": lambda f, loss, x: torch.vmap(torch.func.grad(loss))(torch.stack([x, 2 * x])),
     }
 
-    @pytest.mark.parametrize("mode", ["none", "with torch.device"])
+    @pytest.mark.parametrize("mode", ["none", "torch.device"])
     @pytest.mark.parametrize("transform", TRANSFORMS)
     def test_transforms_of_torch_func_are_right(problem: Problem, transform: str, mode: str) -> None:
         """Plain torch computes them."""
@@ -140,7 +140,7 @@ else:
         expected = TRANSFORMS[transform](problem.dense, problem.dense_loss, problem.x.double())
         assert worst([actual], [expected]) < 1e-4
 
-    @pytest.mark.parametrize("mode", ["none", "with torch.device"])
+    @pytest.mark.parametrize("mode", ["none", "torch.device"])
     @pytest.mark.parametrize("of", ["x", "weight"])
     def test_dual_numbers_are_right(problem: Problem, of: str, mode: str) -> None:
         tangent = {"x": problem.x, "weight": problem.weight}[of].sin()
@@ -157,7 +157,7 @@ else:
 
         assert worst([actual], [(near(1e-5) - near(-1e-5)) / 2e-5]) < 1e-4
 
-    @pytest.mark.parametrize("mode", ["none", "with torch.device", "dispatch mode"])
+    @pytest.mark.parametrize("mode", ["none", "torch.device", "dispatch mode"])
     def test_forward_over_reverse_raises(problem: Problem, mode: str) -> None:
         x = problem.x.clone().requires_grad_()
         with ALL_MODES[mode](torch.device("cpu")):

@@ -196,13 +196,11 @@ def test_hopper_plans_the_same_room(
     """Its kernels write statistics and parts of gradients as float32, whatever torch's default is."""
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from evoattn.backends.hopper import backward_launches, launch, memory
-    from evoattn.backends.hopper import backward_plan as backward
-    from evoattn.backends.hopper import forward_plan as forward
+    from evoattn.backends.hopper import backward_launches, backward_plan, forward_plan, launch, planner
 
     rooms: list[int] = []
     numbers: list[float] = []
-    add = memory.Workspace.add
+    add = planner.Workspace.add
 
     def noted(self: Any, x: Tensor | None) -> int:
         rooms.append(0 if x is None else x.nbytes)
@@ -215,20 +213,20 @@ def test_hopper_plans_the_same_room(
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(backward_launches, "resident_clusters", lambda *arguments: 66)
-    monkeypatch.setattr(memory.Workspace, "add", noted)
+    monkeypatch.setattr(planner.Workspace, "add", noted)
     q, k, v = (torch.zeros(1, 8, 2, 200, d, dtype=torch.bfloat16) for _ in range(3))
     pair = torch.zeros(1, 2, 200, 200, dtype=bias)
     out = empty_outputs(Inputs(q, k, v), "bnhld")
     needs = (True, True, True, False, True, False)
-    inputs = (q, k, v, None, None, pair)
+    inputs, cotangents = Inputs(q, k, v, pair_bias=pair), Cotangents(out.o)
 
     def planned() -> tuple[list[int], list[float]]:
         rooms.clear()
         numbers.clear()
-        forward.plan_forward(*inputs, scale=0.17, layout="bnhld")(*inputs, *out)
+        forward_plan.plan_forward(inputs, scale=0.17, layout="bnhld").run(inputs, out)
         options: dict[str, Any] = {"scale": 0.17, "layout": "bnhld", "needs": needs, "deterministic": deterministic}
-        cotangents = Cotangents(out.o)
-        backward.plan_backward(*cotangents, *inputs, *out, **options)(*cotangents, *inputs, *out, *inputs[:3])
+        plan = backward_plan.plan_backward(cotangents, inputs, out, **options)
+        plan.run(cotangents, inputs, out, (*inputs.qkv, None))
         return rooms.copy(), numbers.copy()
 
     expected = planned()

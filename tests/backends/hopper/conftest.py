@@ -22,7 +22,7 @@ def one_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return instances[-1]
 
     monkeypatch.setattr(backward_launches, "FusedGradients", make)
-    monkeypatch.setattr(tiles, "fused_tiles", lambda channels, *_: 16 if channels <= 16 else 8)
+    monkeypatch.setattr(tiles, "fused_tiles", lambda problem, _: 16 if problem.d <= 16 else 8)
     yield
     assert instances
 

@@ -1,27 +1,56 @@
 """Calls that tests plan for the Hopper backend, and launch without its kernels."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from evoattn.backends import Inputs, hopper
-from evoattn.backends.hopper import backward_plan as backward
+from evoattn.backends import Cotangents, Inputs, Outputs, hopper
+from evoattn.backends.hopper import backward_plan, forward_plan
 from evoattn.core.config import Config
-from evoattn.core.problem import describe
+from evoattn.core.problem import Needs, describe
 
 
-def tensors_of(c: Inputs, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    problem = dataclasses.replace(describe(c, needs=needs), device="cuda", capability=(9, 0))  # type: ignore[arg-type]
+def skip_refused(inputs: Inputs, needs: tuple[bool, ...]) -> None:
+    """Skip the test of a call that the backend refuses."""
+    problem = dataclasses.replace(describe(inputs, needs=Needs(*needs)), device="cuda", capability=(9, 0))
     if reasons := hopper.unsupported(problem, Config()):
         pytest.skip("; ".join(reasons))
-    return c[:6]
 
 
-def launch_backward(c: Inputs, needs: tuple[bool, ...]) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of mask_bias and pair_bias of a backward that adds in memory, with random o, do and lse."""
-    o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
-    tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
-    of_qkv = [torch.empty(x.shape, dtype=x.dtype) if need else None for x, need in zip((c.q, c.k, c.v), needs, strict=False)]
-    return backward.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)(*tensors, *of_qkv)
+def random_outputs(inputs: Inputs) -> Outputs:
+    """Outputs of a forward, as a backward reads them."""
+    q = inputs.q
+    return Outputs(torch.randn(q.shape, dtype=q.dtype), torch.randn(q.shape[:-1]), torch.zeros(q.shape[:-1]))
+
+
+def launch_forward(inputs: Inputs, outputs: Outputs, layout: str) -> None:
+    """Plan a forward and run it."""
+    forward_plan.plan_forward(inputs, scale=0.2, layout=layout).run(inputs, outputs)
+
+
+def launch_backward(
+    inputs: Inputs,
+    needs: tuple[bool, ...],
+    *,
+    cotangents: Cotangents | None = None,
+    outputs: Outputs | None = None,
+    gradients: tuple[Tensor | None, ...] | None = None,
+    **options: Any,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Plan a backward and run it. Return the gradients of mask_bias and pair_bias.
+
+    The default tensors are random. The default options are a scale of 0.2, sums in memory, and the layout "bnlhd".
+    """
+    skip_refused(inputs, needs)
+    outputs = random_outputs(inputs) if outputs is None else outputs
+    cotangents = Cotangents(torch.randn_like(outputs.o)) if cotangents is None else cotangents
+    if gradients is None:
+        made = [torch.empty(x.shape, dtype=x.dtype) if need else None for x, need in zip(inputs.qkv, needs, strict=False)]
+        gradients = (*made, None)
+    options = {"scale": 0.2, "layout": "bnlhd", "deterministic": False, **options}
+    plan = backward_plan.plan_backward(cotangents, inputs, outputs, needs=needs, **options)
+    result: tuple[Tensor | None, Tensor | None] = plan.run(cotangents, inputs, outputs, gradients)
+    return result

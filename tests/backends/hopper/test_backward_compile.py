@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import pytest
+import torch
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
@@ -20,6 +21,7 @@ from evoattn.backends.hopper.kernels import (  # noqa: E402
     statistics,
 )
 from evoattn.backends.hopper.kernels.gate import GatePass  # noqa: E402
+from evoattn.core.problem import Problem  # noqa: E402
 from tests.helpers.machine_code import Made, count, make  # noqa: E402
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
@@ -42,9 +44,14 @@ def check(compiled: Made, spilled: int, formula: int | None = None) -> None:
     assert formula is None or compiled.shared <= formula <= compiled.shared + ALIGNED
 
 
+def problem(channels: int, *sizes: int) -> Problem:
+    """A call of these sizes b, n, h, q and k."""
+    return Problem("cuda", (9, 0), torch.bfloat16, *sizes, channels, channels)
+
+
 def fused_shared(channels: int, tiles: int) -> int:
     """Bytes of shared memory of `FusedGradients`."""
-    across, width = planned.padded(channels), -(-channels // 16) * 16
+    across, width = planned.pad_channels(channels), -(-channels // 16) * 16
     queries = tiles * 64 * (2 * across * 2 + width * 4 + 16)
     keys = 3 * (3 * 64 * across * 2 + 2 * 64 * 64 * 2)
     return queries + keys + 3 * 4 * 8 * 4 + (5 * tiles + 15) * 8
@@ -53,24 +60,24 @@ def fused_shared(channels: int, tiles: int) -> int:
 def query_kernel(channels: int, length: int, dtype: str = "bfloat16", pair: bool = True, **change: Any) -> Made:
     """dQ, as it is planned for a length."""
     chosen = planned.query_variant(channels, length, pair)
-    options = {"pair": pair, "key_bias": True, "bias_gradient": pair} | chosen | change
+    options = {"pair": pair, "key_bias": True, "bias_gradient": pair} | chosen._asdict() | change
     return make(dq.QueryGradients(DTYPES[dtype], channels, **options))
 
 
 def key_kernel(channels: int, length: int, dtype: str, skips: bool, pair: bool = True, **change: bool) -> Made:
     """dK and dV, as they are planned for a length."""
     chosen = planned.key_variant(channels, length, pair, skips)
-    options = {"pair": pair, "key_bias": True, "skips": skips, "clears": skips} | chosen | change
+    options = {"pair": pair, "key_bias": True, "skips": skips, "clears": skips} | chosen._asdict() | change
     return make(dkdv.KeyGradients(DTYPES[dtype], channels, **options))
 
 
 def check_dq(channels: int, length: int, dtype: str, skips: bool) -> None:
-    formula = planned.query_shared(channels, True, **planned.query_variant(channels, length, True))
+    formula = planned.query_shared(channels, True, planned.query_variant(channels, length, True))
     check(query_kernel(channels, length, dtype, skips=skips), DQ_SPILLED, formula)
 
 
 def check_dkdv(channels: int, length: int, dtype: str, skips: bool, pair: bool = True, **change: bool) -> None:
-    formula = planned.key_shared(channels, skips, **planned.key_variant(channels, length, pair, skips))
+    formula = planned.key_shared(channels, skips, planned.key_variant(channels, length, pair, skips))
     check(key_kernel(channels, length, dtype, skips, pair, **change), DKDV_SPILLED, formula)
 
 
@@ -127,7 +134,7 @@ WHOLE = [
 
 @pytest.mark.parametrize(("channels", "change", "dtype"), WHOLE)
 def test_all_gradients_in_one_kernel(channels, change, dtype):
-    tiles = planned.fused_tiles(channels, (1, 66, 2, 512, 512), 132)
+    tiles = planned.fused_tiles(problem(channels, 1, 66, 2, 512, 512), 132)
     compiled = make(fused.FusedGradients(DTYPES[dtype], channels, **({"key_bias": True} | change), tiles=tiles))
     check(compiled, WHOLE_SPILLED if channels == 24 and "dlse" in change else 0, fused_shared(channels, tiles))
 
@@ -146,8 +153,8 @@ def test_variants_with_a_float32_pair_bias(channels, length):
     """They hold it in float32 whatever it was: only how it is loaded differs."""
     check(query_kernel(channels, length, bias=cutlass.Float32), DQ_SPILLED)
     chosen = planned.key_variant(channels, length, True, float32_pair=True)
-    compiled = make(dkdv.KeyGradients(cutlass.BFloat16, channels, **BOTH, bias=cutlass.Float32, **chosen))
-    check(compiled, DKDV_SPILLED, planned.key_shared(channels, **chosen))
+    compiled = make(dkdv.KeyGradients(cutlass.BFloat16, channels, **BOTH, bias=cutlass.Float32, **chosen._asdict()))
+    check(compiled, DKDV_SPILLED, planned.key_shared(channels, False, chosen))
 
 
 @slow
@@ -182,7 +189,7 @@ def test_the_pass_of_a_gate(channels):
 )
 def test_dq_of_a_gated_call(channels, length, pair):
     """It needs less: no o."""
-    formula = planned.query_shared(channels, True, **planned.query_variant(channels, length, True)) if pair else None
+    formula = planned.query_shared(channels, True, planned.query_variant(channels, length, True)) if pair else None
     check(query_kernel(channels, length, pair=pair, **GATED), DQ_ALONE_SPILLED, formula)
 
 
@@ -190,14 +197,14 @@ def test_dq_of_a_gated_call(channels, length, pair):
 def test_other_kernels_of_a_gated_call():
     assert make(statistics.Statistics(cutlass.BFloat16, 32, **GATED)).spilled == 0
     for channels in (8, 32):
-        tiles = planned.fused_tiles(channels, (1, 66, 2, 512, 512), 132)
+        tiles = planned.fused_tiles(problem(channels, 1, 66, 2, 512, 512), 132)
         compiled = make(
             fused.FusedGradients(cutlass.BFloat16, channels, key_bias=True, tiles=tiles, mask_gradient=True, **GATED)
         )
         check(compiled, WHOLE_SPILLED, fused_shared(channels, tiles))
 
 
-KEYS_384 = dkdv.KeyGradients(cutlass.BFloat16, 32, **BOTH, **planned.key_variant(32, 384, True))
+KEYS_384 = dkdv.KeyGradients(cutlass.BFloat16, 32, **BOTH, **planned.key_variant(32, 384, True)._asdict())
 
 
 def test_products_overlapped():
@@ -210,7 +217,7 @@ def test_products_overlapped():
 
 def test_no_warp_is_left_to_round_where_three_streams_and_the_bias_come_in():
     with pytest.raises(ValueError, match=r"rounds=True needs streams \+ streamed < 4, got 3 \+ 1"):
-        dkdv.KeyGradients(cutlass.BFloat16, 32, **BOTH, rounds=True, **planned.key_variant(32, 640, pair=True))
+        dkdv.KeyGradients(cutlass.BFloat16, 32, **BOTH, rounds=True, **planned.key_variant(32, 640, pair=True)._asdict())
 
 
 @slow
@@ -233,7 +240,12 @@ def test_other_variants_of_dq_compile(change):
 @slow
 @pytest.mark.parametrize(
     "change",
-    [{"pair": False}, {"key_bias": False}, {"key_bias": False, **planned.key_variant(32, 640, True)}, {"timed": False}],
+    [
+        {"pair": False},
+        {"key_bias": False},
+        {"key_bias": False, **planned.key_variant(32, 640, True)._asdict()},
+        {"timed": False},
+    ],
     ids=str,
 )
 def test_other_variants_of_dk_and_dv_compile(change):
@@ -265,10 +277,9 @@ def test_every_length_has_room(channels, pair, skips):
     for length in (*range(1, longest, 61), longest):
         query, key = planned.query_variant(channels, length, pair), planned.key_variant(channels, length, pair, skips)
         assert query is not None
-        rows = query["cluster"] * query["groups"] * query["slices"] * 32
-        assert rows - rows // query["cluster"] < length <= rows, "each block of a cluster has keys"
-        assert query["slices"] % query["stage"] == 0 and query["stages"] > 1
-        assert key["ring"] or not pair or key["blocks"] * 64 >= length
+        assert query.keys - query.keys // query.cluster < length <= query.keys, "each block of a cluster has keys"
+        assert query.slices % query.stage == 0 and query.stages > 1
+        assert key.ring or not pair or key.blocks * 64 >= length
 
 
 @pytest.mark.parametrize(
@@ -288,7 +299,7 @@ def test_every_length_has_room(channels, pair, skips):
     ],
 )
 def test_what_one_kernel_takes_whole(channels, sizes, tiles):
-    assert planned.fused_tiles(channels, sizes, 132) == tiles
+    assert planned.fused_tiles(problem(channels, *sizes), 132) == tiles
     if tiles:
         assert fused_shared(channels, tiles) <= planned.SHARED
 
@@ -300,7 +311,7 @@ def test_a_warpgroup_of_producers_has_four_warps(channels, pair):
     sums_dq = set()
     for length in (64, 128, 256, 384, 512, 576, 1024, 2048):
         chosen = planned.query_variant(channels, length, pair)
-        kernel = dq.QueryGradients(cutlass.BFloat16, channels, pair=pair, key_bias=True, bias_gradient=pair, **chosen)
+        kernel = dq.QueryGradients(cutlass.BFloat16, channels, pair=pair, key_bias=True, bias_gradient=pair, **chosen._asdict())
         assert kernel.key_producers + 1 + kernel.warp_sums_dq <= 4
         sums_dq.add(kernel.warp_sums_dq)
     assert sums_dq == ({True, False} if pair and channels > 16 else {False})

@@ -101,7 +101,7 @@ def test_the_parts_of_a_deterministic_sum_are_found(panels: int, n: int, blocks:
     [(24, 384, True), (12, 64, True), (16, 256, True), (192, 4, False), (200, 1, False), (192, 48, False)],
 )
 def test_changes_count_where_blocks_have_part_of_a_panel(panels: int, n: int, counts: bool) -> None:
-    assert tiles.timed(panels, n, 132) is counts
+    assert tiles.counts_changes(panels, n, 132) is counts
 
 
 def test_blocks_that_need_not_change_do_not() -> None:
@@ -124,7 +124,9 @@ def test_panels_go_through_the_rows_together(panels: int, n: int, blocks: int, a
 def test_warpgroups_share_the_keys(channels: int, keys: int, pair: bool) -> None:
     """Each slice is one warpgroup's; and where a row ends after some tiles, they are among those that are gone through."""
     variant = tiles.query_variant(channels, keys, pair)
-    kernel = QueryGradients(cutlass.BFloat16, channels, pair=pair, key_bias=True, bias_gradient=pair, skips=True, **variant)
+    kernel = QueryGradients(
+        cutlass.BFloat16, channels, pair=pair, key_bias=True, bias_gradient=pair, skips=True, **variant._asdict()
+    )
     groups = [(rank, s) for rank in range(kernel.cluster) for s in range(kernel.groups)]
     of_all = [rank * kernel.groups + s for rank, s in groups]
     slices = sorted(dq_consumer.slice_key(kernel, u, group) for group in of_all for u in range(kernel.slices))

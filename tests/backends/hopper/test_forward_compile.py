@@ -56,8 +56,8 @@ def main_loop(names: list[str]) -> list[str]:
 
 def shared_bytes(kernel: forward.Forward) -> int:
     """Shared memory of a block; what the compiler does not check."""
-    tiles = 2 * planned.CONSUMERS * planned.MMA_M * planned.padded(kernel.channels)
-    tiles += planned.STREAMS * kernel.stages * planned.KEYS * (kernel.key_width + planned.padded(kernel.channels))
+    tiles = 2 * planned.CONSUMERS * planned.MMA_M * planned.pad_channels(kernel.channels)
+    tiles += planned.STREAMS * kernel.stages * planned.KEYS * (kernel.key_width + planned.pad_channels(kernel.channels))
     terms = kernel.terms * planned.SLICE * planned.SLICE + planned.STREAMS * kernel.stages * planned.KEYS * key_bias.TERMS
     pair = kernel.pair_tiles * planned.MMA_M * planned.KEYS * (2 if kernel.float32_pair else 1)
     return 2 * (tiles + terms + pair) + 2048

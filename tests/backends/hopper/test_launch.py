@@ -17,7 +17,7 @@ from evoattn.backends.hopper import (  # noqa: E402
     clusters,
     launch,
 )
-from evoattn.backends.hopper.memory import Workspace  # noqa: E402
+from evoattn.backends.hopper.planner import Workspace  # noqa: E402
 
 CPU = torch.device("cpu", 0)
 

@@ -1,5 +1,6 @@
 """Which rows and heads each launch of the Hopper backend gets, and which it leaves out."""
 
+import dataclasses
 import os
 from typing import Any
 
@@ -11,12 +12,11 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
 
 from evoattn import testing
+from evoattn.backends import Cotangents, Inputs, Outputs
 from evoattn.backends.hopper import backward_launches, head_groups, tiles
-from evoattn.backends.hopper import backward_plan as backward
-from evoattn.backends.hopper import forward_plan as forward
 from evoattn.backends.hopper.kernels import key_bias
-from tests.backends.hopper.planned_calls import tensors_of
-from tests.helpers import seams
+from evoattn.core.problem import Needs, Problem
+from tests.backends.hopper.planned_calls import launch_backward, launch_forward, random_outputs, skip_refused
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -26,16 +26,16 @@ def test_rows_without_a_pair_bias_are_done_whole(masked: bool, deterministic: bo
     case = testing.Case("whole", n=66, h=2, lq=100, lk=70, d=16, dtype=torch.bfloat16, mask_bias="finite" if masked else None)
     c = seams.canonical(case.make(seed=1))
     needs = (True, False, True, masked, False, False)
-    o, lse, dlse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1]), torch.randn(c.q.shape[:-1])
-    tensors = (torch.randn_like(o), dlse, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
-    of_qkv = [torch.empty(c.q.shape, dtype=o.dtype), None, torch.empty(c.v.shape, dtype=o.dtype)]
-    options: dict[str, Any] = {"layout": case.layout, "needs": needs, "deterministic": deterministic}
-    dmask_bias, dpair_bias = backward.plan_backward(*tensors, scale=0.2, **options)(*tensors, *of_qkv)
+    outputs = random_outputs(c)
+    (o, lse, _), do = outputs, torch.randn_like(outputs.o)
+    dq, dv = torch.empty(c.q.shape, dtype=o.dtype), torch.empty(c.v.shape, dtype=o.dtype)
+    options: dict[str, Any] = {"layout": case.layout, "deterministic": deterministic}
+    tensors: dict[str, Any] = {"cotangents": Cotangents(do, torch.randn_like(lse)), "gradients": (dq, None, dv, None)}
+    dmask_bias, dpair_bias = launch_backward(c, needs, outputs=outputs, **tensors, **options)
     assert [name for name, _ in launched] == ["KeyBias", "FusedGradients"]
     arguments = dict(launched)["FusedGradients"]
-    do = tensors[0]
-    assert do is not None and arguments[2:7] == tuple(x.data_ptr() for x in (c.q, c.k, c.v, o, do))
-    assert arguments[8] == lse.data_ptr() and arguments[10] == of_qkv[0].data_ptr() and arguments[12] == of_qkv[2].data_ptr()  # type: ignore[union-attr]
+    assert arguments[2:7] == tuple(x.data_ptr() for x in (*c.qkv, o, do))
+    assert arguments[8] == lse.data_ptr() and arguments[10] == dq.data_ptr() and arguments[12] == dv.data_ptr()
     assert arguments[11] not in (None, arguments[7], arguments[10], arguments[12]), "dk, which is not wanted, and the terms"
     assert dpair_bias is None and (dmask_bias is not None) == masked
     if dmask_bias is not None:
@@ -52,8 +52,8 @@ def test_heads_in_turns(heads_at_once: int, of_b: int, launched: list[Any], monk
     )
     c = seams.canonical(case.make(seed=1))
     c = c._replace(pair_bias=c.pair_bias[:of_b])  # type: ignore[index]
-    pair = tensors_of(c, (True, True, True, False, True, False))[5]
-    q, k, v = (x.contiguous() for x in (c.q, c.k, c.v))
+    skip_refused(c, (True, True, True, False, True, False))
+    pair, (q, k, v) = c.pair_bias, (x.contiguous() for x in c.qkv)
     assert pair is not None
     starts = (
         [(0, h) for h in range(0, 4, heads_at_once)]
@@ -65,8 +65,8 @@ def test_heads_in_turns(heads_at_once: int, of_b: int, launched: list[Any], monk
         return [(x[b:] if x.shape[0] > 1 else x).narrow(heads, h, heads_at_once).data_ptr() for b, h in starts]
 
     o, lse = torch.empty_like(q), torch.empty(q.shape[:-1])
-    inputs = (q, k, v, c.mask, None, pair)
-    forward.plan_forward(*inputs, scale=0.2, layout="bnhld")(*inputs, o, lse, lse)
+    inputs, outputs = Inputs(q, k, v, c.mask, None, pair), Outputs(o, lse, lse)
+    launch_forward(inputs, outputs, "bnhld")
     assert [name for name, _ in launched] == ["PairBias", "KeyBias", *["Forward"] * len(starts)]
     forwards = [args for name, args in launched if name == "Forward"]
     for place, x in ((2, q), (3, k), (4, v), (10, o), (11, lse)):
@@ -80,8 +80,8 @@ def test_heads_in_turns(heads_at_once: int, of_b: int, launched: list[Any], monk
     launched.clear()
     needs, do = (True, True, True, False, True, False), torch.randn_like(o)
     of_qkv = [torch.empty_like(x) for x in (q, k, v)]
-    tensors = (do, None, q, k, v, c.mask, None, pair, o, lse, torch.zeros_like(lse))
-    _, dpair = backward.plan_backward(*tensors, scale=0.2, layout="bnhld", needs=needs, deterministic=False)(*tensors, *of_qkv)
+    options: dict[str, Any] = {"cotangents": Cotangents(do), "outputs": outputs, "layout": "bnhld"}
+    _, dpair = launch_backward(inputs, needs, gradients=(*of_qkv, None), **options)
     assert [name for name, _ in launched] == [
         "PairBias",
         "PairBiasTiles",
@@ -104,9 +104,7 @@ def test_heads_in_turns(heads_at_once: int, of_b: int, launched: list[Any], monk
 
     launched.clear()
     needs = (True, False, False, False, True, False)  # nothing streams then
-    backward.plan_backward(*tensors, scale=0.2, layout="bnhld", needs=needs, deterministic=False)(
-        *tensors, of_qkv[0], None, None
-    )
+    launch_backward(inputs, needs, **options)
     assert [name for name, _ in launched] == ["PairBias", "KeyBias", "QueryGradients"]
 
 
@@ -127,11 +125,9 @@ def test_who_leaves_rows_out(
 ) -> None:
     """All kernels or none, where a mask may switch rows off and there is much to do; that of the keys clears dq then."""
     settings = {"n": 140, "h": 4, "lq": 260, "lk": 260, "d": 16, "mask": "padding", "pair_bias": "b1hqk", **changes}
-    c = seams.canonical(testing.Case("left_out", dtype=torch.bfloat16, **settings).make(seed=1))  # type: ignore[arg-type]
-    o, lse = torch.empty_like(c.q), torch.empty(c.q.shape[:-1])
-    tensors = (torch.empty_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
-    of_qkv = [torch.empty_like(x) if need else None for x, need in zip((c.q, c.k, c.v), needs, strict=False)]
-    backward.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)(*tensors, *of_qkv)
+    c = testing.canonical(testing.Case("left_out", dtype=torch.bfloat16, **settings).make(seed=1))  # type: ignore[arg-type]
+    of_qkv = [torch.empty_like(x) if need else None for x, need in zip(c.qkv, needs, strict=False)]
+    launch_backward(c, needs, gradients=(*of_qkv, None))
     assert kernels
     for kernel in kernels:
         if isinstance(kernel, (backward_launches.QueryGradients, backward_launches.KeyGradients)):
@@ -165,7 +161,9 @@ def test_who_leaves_rows_out(
     ids=str,
 )
 def test_where_rows_are_left_out(sizes: tuple[int, int, int, int, int], channels: int, pair: bool, skips: bool) -> None:
-    needs = (True, True, True, False, pair, False)
-    assert tiles.skips_rows(True, needs, pair, channels, sizes) == skips
-    assert not tiles.skips_rows(False, needs, pair, channels, sizes)
-    assert not tiles.skips_rows(True, (True, False, False, False, pair, False), pair, channels, sizes)
+    needs, of_queries = Needs(True, True, True, False, pair), Needs(q=True, pair_bias=pair)
+    problem = Problem("cuda", (9, 0), torch.bfloat16, *sizes, channels, channels, mask=True, needs=needs)
+    problem = dataclasses.replace(problem, pair_bias=torch.bfloat16 if pair else None)
+    assert tiles.skips_rows(problem) == skips
+    assert not tiles.skips_rows(dataclasses.replace(problem, mask=False))
+    assert not tiles.skips_rows(dataclasses.replace(problem, needs=of_queries))

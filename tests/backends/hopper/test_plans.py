@@ -17,15 +17,12 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
 
 from evoattn import testing
-from evoattn.backends import Cotangents, hopper
-from evoattn.backends.hopper import backward_launches, launch
-from evoattn.backends.hopper import backward_plan as backward
-from evoattn.backends.hopper import forward_plan as forward
+from evoattn.backends import Cotangents, Inputs, Outputs, hopper
+from evoattn.backends.hopper import backward_launches, backward_plan, launch, planner
 from evoattn.backends.hopper.memory import is_aligned
 from evoattn.core.config import Config
 from evoattn.core.layouts import empty_gradients, empty_outputs, to_canonical
-from tests.backends.hopper.planned_calls import launch_backward, tensors_of
-from tests.helpers import seams
+from tests.backends.hopper.planned_calls import launch_backward, launch_forward, random_outputs, skip_refused
 
 LONG = [
     testing.Case("long", n=2, h=2, lq=700, lk=650, d=32, pair_bias="b1hqk", mask="random"),
@@ -38,13 +35,13 @@ CASES = [dataclasses.replace(case, dtype=torch.bfloat16) for case in [*testing.A
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_forward_is_launched(case: testing.Case, launched: list[Any]) -> None:
-    c = seams.canonical(case.make(seed=1))
-    tensors = tensors_of(c, (False,) * 6)
-    o, lse = torch.empty(c.q.shape), torch.empty(c.q.shape[:-1])
-    forward.plan_forward(*tensors, scale=0.2, layout=case.layout)(*tensors, o, lse, torch.zeros_like(lse))
+    c, needs = testing.canonical(case.make(seed=1))._replace(gate=None), (False,) * 6
+    skip_refused(c, needs)
+    outputs = random_outputs(c)
+    launch_forward(c, outputs, case.layout)
     name, arguments = launched[-1]
     assert name == "Forward"
-    assert {o.data_ptr(), lse.data_ptr()} <= set(arguments)
+    assert {x.data_ptr() for x in outputs} <= set(arguments)
     if is_aligned(c.q):
         assert arguments[2] == c.q.data_ptr()
 
@@ -52,14 +49,12 @@ def test_a_forward_is_launched(case: testing.Case, launched: list[Any]) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_backward_is_launched(case: testing.Case, deterministic: bool, launched: list[Any]) -> None:
-    c = seams.canonical(case.make(seed=1))
+    c = testing.canonical(case.make(seed=1))._replace(gate=None)
     needs = (True, True, True, c.mask_bias is not None, c.pair_bias is not None, False)
-    inputs = tensors_of(c, needs)
-    do, o, lse = torch.randn_like(c.q), torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
-    tensors = (do, None, *inputs, o, lse, torch.zeros_like(lse))
-    of_qkv = [torch.empty(x.shape, dtype=x.dtype) for x in (c.q, c.k, c.v)]
-    options: dict[str, Any] = {"layout": case.layout, "needs": needs, "deterministic": deterministic}
-    dmask_bias, dpair_bias = backward.plan_backward(*tensors, scale=0.2, **options)(*tensors, *of_qkv)
+    of_qkv = [torch.empty(x.shape, dtype=x.dtype) for x in c.qkv]
+    options: dict[str, Any] = {"layout": case.layout, "deterministic": deterministic}
+    cotangents = Cotangents(torch.randn_like(c.q))
+    dmask_bias, dpair_bias = launch_backward(c, needs, cotangents=cotangents, gradients=(*of_qkv, None), **options)
     for gradient, of in ((dmask_bias, c.mask_bias), (dpair_bias, c.pair_bias)):
         assert (gradient is None) == (of is None)
         if gradient is not None and of is not None:
@@ -108,12 +103,12 @@ def test_the_copy_engine_gets_addresses_that_it_takes(layout: str, heads: int, d
     q, k, v, do, o = (anywhere(*stored) for _ in range(5))
     lse = torch.randn(q.shape[:-1])
     gradient = torch.randn(lse.numel() + 1)[1:].view(lse.shape) if dlse else None
-    outputs, *wanted = (torch.empty(stored) for _ in range(4))
-    inputs = (q, k, v, None, None, None)
-    forward.plan_forward(*inputs, scale=0.1, layout=layout)(*inputs, outputs, lse, lse)
-    tensors = (do, gradient, q, k, v, None, None, None, o, lse, torch.zeros_like(lse))
-    options: dict[str, Any] = {"needs": (True, True, True, False, False, False), "deterministic": False}
-    backward.plan_backward(*tensors, scale=0.1, layout=layout, **options)(*tensors, *wanted)
+    made, *wanted = (torch.empty(stored) for _ in range(4))
+    inputs = Inputs(q, k, v)
+    launch_forward(inputs, Outputs(made, lse, lse), layout)
+    options: dict[str, Any] = {"cotangents": Cotangents(do, gradient), "gradients": (*wanted, None), "layout": layout}
+    outputs = Outputs(o, lse, torch.zeros_like(lse))
+    launch_backward(inputs, (True, True, True, False, False, False), outputs=outputs, **options)
     assert len(launched) >= 2
     for name, (_, _, *arguments) in launched:  # extents and the stream come first, and other numbers are small
         addresses = [x for x in arguments if isinstance(x, int) and x > 1 << 22]
@@ -155,18 +150,14 @@ def test_a_kernel_and_its_sum_count_changes_alike(n: int, h: int, length: int, t
     case = testing.Case("shares", n=n, h=h, lq=length, lk=length, d=32, dtype=torch.bfloat16, pair_bias="b1hqk")
     c = seams.canonical(case.make(seed=1))
     needs = (True, True, True, False, True, False)
-    o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
-    tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
-    backward.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=True)(
-        *tensors, *map(torch.empty_like, c.qkv)
-    )
+    launch_backward(c, needs, deterministic=True)
     timed_kernels = {type(kernel).__name__: kernel.timed for kernel in kernels if hasattr(kernel, "timed")}
     assert [timed_kernels[name] for name in ("QueryGradients", "PanelSum", "KeyGradients")] == [timed] * 3
 
 
 @pytest.mark.parametrize("most", [2 * 72 * 72 - 1, 32 * 4096 - 1], ids=["sums", "rows"])
 def test_torch_clears_more_than_32_bits_count(most: int, launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (backward, backward_launches):
+    for module in (backward_plan, backward_launches):
         monkeypatch.setattr(module, "MOST_IN_32_BITS", most)
     case = testing.Case("many", n=32, h=2, lq=72, lk=72, d=32, dtype=torch.bfloat16, mask="random", pair_bias="b1hqk")
     c = seams.canonical(case.make(seed=1))
@@ -184,9 +175,9 @@ def test_no_memory_for_what_no_kernel_makes(
     needs: tuple[bool, ...], launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    make = backward.Workspace.make
-    monkeypatch.setattr(backward.Workspace, "make", lambda self: sizes.append(self.bytes) or make(self))
-    c = seams.canonical(
+    make = planner.Workspace.make
+    monkeypatch.setattr(planner.Workspace, "make", lambda self: sizes.append(self.bytes) or make(self))
+    c = testing.canonical(
         testing.Case("few", n=64, h=4, lq=64, lk=64, d=64, dtype=torch.bfloat16, pair_bias="b1hqk").make(seed=1)
     )
     launch_backward(c, needs)
@@ -217,10 +208,7 @@ def test_the_gradient_of_a_mask_bias_alone(
     bias = inputs.mask_bias[:of_b, :of_n]  # type: ignore[index]
     c = seams.canonical(dataclasses.replace(inputs, mask_bias=bias, pair_bias=pair))
     needs = (False, False, False, True, False, False)
-    o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
-    tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
-    run = backward.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)
-    dmask_bias, dpair_bias = run(*tensors, None, None, None)
+    dmask_bias, dpair_bias = launch_backward(c, needs)
     assert [name for name, _ in launched] == ["PairBias", "KeyBias", "Statistics", "KeyGradients"]
     assert dpair_bias is None
     expected = parts.double().sum_to_size(of_b, of_n, 1, 65)[:, :, 0]
@@ -236,10 +224,7 @@ def test_a_float16_backward_divides_by_no_small_scale(
 ) -> None:
     c = seams.canonical(testing.Case("far", n=2, h=2, lq=64, lk=64, d=32, dtype=dtype, pair_bias="b1hqk").make(seed=1))
     needs = (True, True, True, False, True, False)
-    o, lse = torch.randn(c.q.shape, dtype=dtype), torch.randn(c.q.shape[:-1])
-    tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
-    of_qkv = [torch.empty(x.shape, dtype=dtype) for x in (c.q, c.k, c.v)]
-    backward.plan_backward(*tensors, scale=scale, layout="bnhld", needs=needs, deterministic=False)(*tensors, *of_qkv)
+    launch_backward(c, needs, scale=scale, layout="bnhld")
     for name in ("QueryGradients", "KeyGradients"):
         assert [x for x in dict(launched)[name] if isinstance(x, float)] == [unit]
 
@@ -248,8 +233,6 @@ def test_a_gradient_of_the_lse_alone_is_launched(launched: list[Any]) -> None:
     case = testing.Case("lse", n=2, h=2, lq=70, lk=65, d=32, dtype=torch.bfloat16, pair_bias="b1hqk")
     c = seams.canonical(case.make(seed=1))
     needs = (True, True, True, False, True, False)
-    o, lse, dlse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1]), torch.randn(*c.q.shape[:-1], 2)[..., 0]
-    tensors = (None, dlse, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
-    of_qkv = [torch.empty(x.shape, dtype=x.dtype) for x in (c.q, c.k, c.v)]
-    backward.plan_backward(*tensors, scale=0.2, layout="bnhld", needs=needs, deterministic=False)(*tensors, *of_qkv)
+    dlse = torch.randn(*c.q.shape[:-1], 2)[..., 0]
+    launch_backward(c, needs, cotangents=Cotangents(None, dlse), layout="bnhld")
     assert [name for name, _ in launched] == ["PairBias", "KeyBias", "QueryGradients", "KeyGradients"]

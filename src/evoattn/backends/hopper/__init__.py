@@ -5,6 +5,7 @@ Importing this package imports no CuTe DSL: the kernels are imported when a call
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.backends import GATED_AFTER, GATED_BACKWARD, Description, Plan
+from evoattn.backends import Plan
 from evoattn.compile import first_calls
 from evoattn.core.config import Config
 from evoattn.core.devices import install_extra, installed, on_device_of, planned
@@ -40,11 +41,8 @@ _BIASES = (torch.float16, torch.bfloat16, torch.float32)
 _LEAST_SCALE, _MOST_SCALE = 2.0**-5, 2.0**12
 """In float16. A power of two of any other scale goes into q, and out of dq: float16 overflows or loses digits."""
 
-_FORWARD = Config(block_q=128, block_k=64)
-"""The tiles of the forward, which are the same for every problem."""
-
-_FEW_QUERIES, _FEW_KEYS, _FEWEST_KEYS = 32, 64, 32
-"""Up to these queries and keys, or for a backward up to so few keys, `triton` was faster on an H200."""
+_SHORT_QUERIES, _SHORT_KEYS, _SHORT_BACKWARD_KEYS = 32, 64, 32
+"""Up to these queries and keys, or for a backward up to so many keys alone, `triton` was faster on an H200."""
 
 _KEYS_OF_ONE_QUERY = {8: 256, 16: 256, 24: 256, 32: 256, 48: 128, 64: 128}
 """By channels: up to so many keys of one query without a pair bias, `triton` was faster on an H200 (256 keys of 32 channels:
@@ -101,9 +99,8 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
         reasons.append("takes no empty tensors")
     if problem.pair_bias is not None and problem.n == 1:
         reasons.append("takes a pair_bias that two or more rows share, got 1 row")
-    of_q, _, _, _, of_pair, _ = problem.needs
-    pair = problem.pair_bias is not None
-    if (of_q or of_pair) and problem.d in _CHANNELS and query_variant(problem.d, problem.lk, pair) is None:
+    needs, pair = Needs(*problem.needs), problem.pair_bias is not None
+    if (needs.q or needs.pair_bias) and problem.d in _CHANNELS and query_variant(problem.d, problem.lk, pair) is None:
         reasons.append(f"its backward has no room for {problem.lk} keys of {problem.d} channels")
     if config.given():
         reasons.append("its tiles are fixed: it takes no config")
@@ -117,33 +114,22 @@ def faster(problem: Problem) -> tuple[str, str] | None:
     and the log-sum-exp with them. So what leaves the forward leaves the backward too.
     """
     backward = any(problem.needs)
-    few = problem.lq <= _FEW_QUERIES and problem.lk <= _FEW_KEYS
+    short = problem.lq <= _SHORT_QUERIES and problem.lk <= _SHORT_KEYS
     one = problem.lq == 1 and problem.pair_bias is None and problem.lk <= _KEYS_OF_ONE_QUERY.get(problem.d, 0)
-    if few or one or (backward and problem.lk <= _FEWEST_KEYS):
+    if short or one or (backward and problem.lk <= _SHORT_BACKWARD_KEYS):
         which = "backward" if backward else "forward"
         return "triton", f"{problem.lq} queries and {problem.lk} keys fill little of the tiles of its {which}"
     return None
 
 
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
-    """The forward of all tensors that lie in memory like these; see `evoattn.backends`."""
+    """Plan a forward; see `evoattn.backends`."""
     if _COMPILER not in sys.modules and torch.is_grad_enabled() and any(x.requires_grad for x in inputs.qkv):
         first_calls.prestart(NAME)  # a backward will follow
-    from evoattn.backends.hopper.forward_plan import plan_forward, plan_product
-    from evoattn.backends.hopper.launch import noting
+    from evoattn.backends.hopper import forward_plan
 
-    gate = inputs.gate
-    with noting() as noted:
-        attend = plan_forward(*inputs[:6], scale=scale, layout=layout)
-        multiply = None if gate is None else plan_product(gate, layout)
-    told = Description(_FORWARD, copies=_in_order(noted.copies), gate=None if gate is None else GATED_AFTER)
-
-    def run(inputs: Inputs, outputs: Outputs) -> None:
-        attend(*inputs[:6], *outputs)
-        if multiply is not None and inputs.gate is not None:
-            multiply(outputs.o, inputs.gate)
-
-    return Plan(on_device_of(inputs.q, run), lambda: told, kernels=tuple(noted.kernels), compile_together=_compile_together)
+    plan = _on_device(inputs.q, forward_plan.plan_forward(inputs, scale=scale, layout=layout))
+    return dataclasses.replace(plan, compile_together=_compile_together)
 
 
 def plan_backward(
@@ -158,30 +144,16 @@ def plan_backward(
     config: Config,
     into: Sequence[Tensor | None] | None = None,
 ) -> Plan:
-    """The backward of all tensors that lie in memory like these; see `evoattn.backends`."""
-    from evoattn.backends.hopper.backward_plan import plan_backward, plan_gated_backward
-    from evoattn.backends.hopper.launch import noting
+    """Plan a backward; see `evoattn.backends`."""
+    from evoattn.backends.hopper import backward_plan
 
     options: dict[str, Any] = {"scale": scale, "layout": layout, "needs": needs, "deterministic": deterministic, "into": into}
-    with noting() as noted:
-        if inputs.gate is not None:
-            run = plan_gated_backward(cotangents, inputs, outputs, **options)
-        else:
-            tensors: tuple[Any, ...] = (*cotangents, *inputs[:6], *outputs)
-            launch = plan_backward(*tensors, **options)
-
-            def run(cotangents: Cotangents, inputs: Inputs, outputs: Outputs, gradients: tuple[Tensor | None, ...]) -> Any:
-                return launch(*cotangents, *inputs[:6], *outputs, *gradients[:3])
-
-    gate = GATED_BACKWARD if inputs.gate is not None and cotangents.do is not None else None
-    told = Description(kernels=noted.tiles, copies=_in_order(noted.copies), gate=gate)
-    return Plan(on_device_of(inputs.q, run), lambda: told, kernels=tuple(noted.kernels), writes_into=into is not None)
+    return _on_device(inputs.q, backward_plan.plan_backward(cotangents, inputs, outputs, **options))
 
 
-def _in_order(copies: list[str]) -> tuple[str, ...]:
-    """Return what is copied, each once, in the order of a call's arguments."""
-    names = ("q", "k", "v", "gate", "pair_bias")
-    return tuple(sorted(dict.fromkeys(copies), key=lambda text: names.index(text.partition(":")[0])))
+def _on_device(tensor: Tensor, plan: Plan) -> Plan:
+    """Run a plan on a tensor's device: launches go to the current one."""
+    return dataclasses.replace(plan, run=on_device_of(tensor, plan.run))
 
 
 def _compile_together(plans: Callable[[], Sequence[Plan]]) -> None:

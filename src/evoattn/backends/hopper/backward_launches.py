@@ -1,8 +1,8 @@
-"""The main kernels of a backward: the facts of a call that they depend on, and their launches."""
+"""The main kernels of a backward: which of them a call needs, in which variants, and their launches."""
 
 from __future__ import annotations
 
-from collections import namedtuple
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,19 +17,24 @@ from evoattn.backends.hopper.kernels.dq import QueryGradients
 from evoattn.backends.hopper.kernels.dq_sum import PanelSum
 from evoattn.backends.hopper.kernels.fused import FusedGradients
 from evoattn.backends.hopper.kernels.statistics import STEP, TILE, Statistics
-from evoattn.backends.hopper.launch import note_tiles, plan_launch, types
-from evoattn.backends.hopper.memory import floats, split_scale
+from evoattn.backends.hopper.launch import types
+from evoattn.backends.hopper.memory import KeyTerms, floats, split_scale
+from evoattn.backends.hopper.planner import Planner
 from evoattn.backends.hopper.tiles import (
     MMA_M,
     SHARED,
     SLICE,
+    KeyVariant,
+    QueryVariant,
+    counts_changes,
     key_variant,
     query_interleave,
     query_variant,
     skips_rows,
-    timed,
 )
 from evoattn.core import devices
+from evoattn.core.inputs import Inputs
+from evoattn.core.problem import Problem
 
 MOST_IN_32_BITS = 2**31 - 1
 """The kernels that clear and round the sums of d(pair bias) count their elements in 32 bits; torch does it for more."""
@@ -44,6 +49,7 @@ class PairGradient(NamedTuple):
     Args:
         layout: of d(pair bias).
         sums: the layout of what blocks add to, or of what the parts are summed to.
+        partial: whether blocks leave parts, for `PanelSum`.
         rounds: whether the kernel of the keys writes it from the sums.
         over: axes that are still to be summed.
         keys: of a line of the sums, which may be up to three longer.
@@ -51,23 +57,24 @@ class PairGradient(NamedTuple):
 
     layout: Tensor
     sums: Tensor
+    partial: bool
     rounds: bool
     over: tuple[int, ...]
     keys: int
 
     @classmethod
-    def of(cls, pair_bias: Tensor, sizes: tuple[int, int, int, int, int], deterministic: bool, idle: bool) -> PairGradient:
-        """Of a pair bias [b|1,h|1,q|1,k|1] for sizes b, n, h, q, k; `idle`: the kernel of the keys has a warp to spare."""
-        b, n, h, lq, lk = sizes
-        shape, full = tuple(pair_bias.shape), (b, h, lq, lk)
+    def of(cls, pair_bias: Tensor, problem: Problem, *, idle_warp: bool) -> PairGradient:
+        """Of a pair bias [b|1,h|1,q|1,k|1]; `idle_warp`: whether the kernel of the keys has a warp to spare."""
+        deterministic, lq, lk = problem.deterministic, problem.lq, problem.lk
+        shape, full = tuple(pair_bias.shape), (problem.b, problem.h, lq, lk)
         over = tuple(axis for axis in range(4) if shape[axis] != full[axis] and (deterministic or axis > 1))
         if deterministic:
             sums = torch.empty(full, dtype=torch.float32 if over else pair_bias.dtype, device="meta")
         else:
             sums = floats(*shape[:2], lq, -(-lk // 4) * 4)
-        rounds = idle and not deterministic and not over and lk % 4 == 0 and n >= _ROWS_THAT_HIDE_ROUNDING
+        rounds = idle_warp and not deterministic and not over and lk % 4 == 0 and problem.n >= _ROWS_THAT_HIDE_ROUNDING
         rounds = rounds and sums.numel() <= MOST_IN_32_BITS and pair_bias.dtype != torch.float32
-        return cls(torch.empty(shape, dtype=pair_bias.dtype, device="meta"), sums, rounds, over, lk)
+        return cls(torch.empty(shape, dtype=pair_bias.dtype, device="meta"), sums, deterministic, rounds, over, lk)
 
     def finish(self, sums: Tensor) -> Tensor:
         """Return d(pair bias) of the sums, if no kernel rounds them."""
@@ -75,151 +82,236 @@ class PairGradient(NamedTuple):
         return (lines.sum(self.over, keepdim=True) if self.over else lines).to(self.layout.dtype).contiguous()
 
 
-class Facts:
-    """The facts that all launches of a backward share, of tensors as a backend's `plan_backward` gets them."""
+@dataclasses.dataclass(frozen=True)
+class BackwardChoices:
+    """The kernels that a backward launches, their variants, and how they share the work."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        mask: Tensor | None,
-        pair_bias: Tensor | None,
-        *,
-        scale: float,
-        needs: tuple[bool, ...],
-        deterministic: bool,
-        gated: bool,
-    ) -> None:
-        (b, n, h, lq, d), lk = q.shape, k.shape[3]
-        self.dtype, self.device, self.d, self.sizes = types[q.dtype], q.device, d, (b, n, h, lq, lk)
-        self.needs, self.gated = needs, gated
-        self.pair, float32_pair = pair_bias is not None, pair_bias is not None and pair_bias.dtype == torch.float32
-        self.bias = None if pair_bias is None else types[pair_bias.dtype]
-        # The kernel of the keys takes lse / unit in float16, up to STEP times its largest; with a pair bias lse goes to 65,504.
-        self.factor, self.unit = (
-            split_scale(scale, 2.0 / STEP) if q.dtype == torch.float16 and self.pair else split_scale(scale)
-        )
-        processors = devices.processors(q.device)
-        # tiles of the one kernel that finds all gradients, if it does; which kernels run besides
-        both = needs[0] and any(needs[1:4])  # what queries and what keys hold
-        self.fused = tiles.fused_tiles(d, self.sizes, processors) if both and not self.pair else None
-        self.has_query_kernel = not self.fused and (needs[0] or needs[4])
-        self.has_key_kernel = not self.fused and any(needs[1:4])
-        self.skips = not self.fused and skips_rows(mask is not None, needs, self.pair, d, self.sizes, float32_pair=float32_pair)
-        self.query: dict[str, Any] = (query_variant(d, lk, self.pair) if self.has_query_kernel else None) or {}
-        self.key = key_variant(d, lq, self.pair, self.skips, float32_pair=float32_pair)
-        self.streams = self.has_key_kernel and bool(self.key["ring"])
+    problem: Problem  # sizes, biases and needs of the call
+    device: torch.device
+    dtype: Any  # cutlass type of q, k and v
+    bias: Any  # cutlass type of the pair bias, or None
+    dlse: bool  # whether lse has a gradient
+    gated: bool  # whether `GatePass` has found delta, which comes with dlse, so that o is not read
+    factor: float  # what q is multiplied by before a kernel reads it
+    unit: float  # the scale that the kernels apply; scale = factor * unit
+    fused: int | None  # tiles of queries of `FusedGradients`, if that finds all gradients
+    query: QueryVariant | None  # of `QueryGradients`, if it runs
+    key: KeyVariant | None  # of `KeyGradients`, if it runs
+    skips: bool  # whether these two skip masked rows
+    groups: HeadGroups  # heads that are launched together
+    clusters: int  # of `QueryGradients`; a block without others is one
+    key_blocks: int  # blocks of `KeyGradients`
+    row_blocks: int  # blocks of `FusedGradients`
+    gradient: PairGradient | None  # of the pair bias, if it is wanted
 
-        self.panels, self.key_panels = -(-lq // MMA_M), -(-lk // MMA_M)
-        self.groups = HeadGroups.of(q, pair_bias if self.streams else None, self.key_panels * n, processors)
-        self.heads = self.groups.b * self.groups.h  # that are launched together
-        cluster = self.query.get("cluster", 1)
-        at_once = processors if cluster == 1 else resident_clusters(cluster, SHARED, q.device)
-        self.clusters = min(at_once, self.heads * self.panels * n)
-        self.key_blocks = min(processors, self.heads * self.key_panels * n)
-        self.rows_blocks = min(processors, b * n * h)
-        self.query_timed = timed(self.heads * self.panels, n, self.clusters)
-        self.key_timed = timed(self.heads * self.key_panels, n, self.key_blocks)
+    @property
+    def streams(self) -> bool:
+        """True if the pair bias streams through `KeyGradients`."""
+        return self.key is not None and self.key.ring > 0
 
-        idle = self.has_key_kernel and self.key["streams"] + bool(self.key["ring"]) < 4  # a warp of the kernel of the keys
-        self.gradient = (
-            None if pair_bias is None or not needs[4] else PairGradient.of(pair_bias, self.sizes, deterministic, idle)
-        )
-        self.partial = self.gradient is not None and deterministic  # blocks leave parts for `PanelSum`
-        self.added = None if self.gradient is None or self.partial else self.gradient.sums  # what blocks add to
-        slots = (self.clusters + self.heads * self.panels) * cluster
-        self.stats = floats(self.groups.b, n, self.groups.h, self.panels * TILE)
-        self.parts = floats(slots, self.query.get("slices", 0) * 4, self.query.get("groups", 0) * 128, 4)
+    @property
+    def panels(self) -> int:
+        """Panels of 64 queries of a (b, h)."""
+        return -(-self.problem.lq // MMA_M)
+
+    @property
+    def key_panels(self) -> int:
+        """Panels of 64 keys of a (b, h)."""
+        return -(-self.problem.lk // MMA_M)
+
+    @property
+    def heads(self) -> int:
+        """The (b, h) that are launched together."""
+        return self.groups.b * self.groups.h
+
+    @property
+    def added(self) -> Tensor | None:
+        """The layout of what blocks add d(pair bias) to, if they do."""
+        return None if self.gradient is None or self.gradient.partial else self.gradient.sums
+
+    @property
+    def parts(self) -> Tensor | None:
+        """The layout of the parts of d(pair bias) that blocks leave, if they do."""
+        if self.query is None or self.gradient is None or not self.gradient.partial:
+            return None
+        slots = (self.clusters + self.heads * self.panels) * self.query.cluster
+        return floats(slots, self.query.slices * 4, self.query.groups * 128, 4)
+
+    @property
+    def stats(self) -> Tensor:
+        """The layout of the statistics of a group's queries."""
+        return floats(self.groups.b, self.problem.n, self.groups.h, self.panels * TILE)
 
 
-class Tensors(namedtuple("Tensors", "q k v o do lse dlse dq dk dv dmask pair tiles sums dpair key_terms ends order starts")):
-    """All that the launches of a group read and write: as layouts, or as addresses."""
+def choose_kernels(problem: Problem, inputs: Inputs, *, scale: float, dlse: bool, gated: bool) -> BackwardChoices:
+    """Choose the kernels of a backward, for canonical tensors.
+
+    Args:
+        problem: the call.
+        inputs: its tensors.
+        scale: factor on q k.
+        dlse, gated: as `BackwardChoices` has them.
+    """
+    needs, q, pair_bias, d, n = problem.needs, inputs.q, inputs.pair_bias, problem.d, problem.n
+    pair, float32_pair = pair_bias is not None, problem.pair_bias == torch.float32
+    of_queries, of_keys = needs.q or needs.pair_bias, needs.k or needs.v or needs.mask_bias
+    processors = devices.processors(q.device)
+    fused = tiles.fused_tiles(problem, processors) if needs.q and of_keys and not pair else None
+    skips = not fused and skips_rows(problem)
+    query = query_variant(d, problem.lk, pair) if of_queries and not fused else None
+    key = key_variant(d, problem.lq, pair, skips, float32_pair=float32_pair) if of_keys and not fused else None
+
+    panels, key_panels = -(-problem.lq // MMA_M), -(-problem.lk // MMA_M)
+    groups = HeadGroups.of(q, pair_bias if key is not None and key.ring else None, key_panels * n, processors)
+    heads = groups.b * groups.h
+    clustered = query is not None and query.cluster > 1
+    at_once = resident_clusters(query.cluster, SHARED, q.device) if query is not None and clustered else processors
+    # KeyGradients takes lse / unit in float16, up to STEP times its largest; with a pair bias lse goes to 65,504
+    factor, unit = split_scale(scale, 2.0 / STEP) if q.dtype == torch.float16 and pair else split_scale(scale)
+    idle_warp = key is not None and key.streams + bool(key.ring) < 4
+    gradient = PairGradient.of(pair_bias, problem, idle_warp=idle_warp) if pair_bias is not None and needs.pair_bias else None
+    return BackwardChoices(
+        problem=problem,
+        device=q.device,
+        dtype=types[q.dtype],
+        bias=None if pair_bias is None else types[pair_bias.dtype],
+        dlse=dlse,
+        gated=gated,
+        factor=factor,
+        unit=unit,
+        fused=fused,
+        query=query,
+        key=key,
+        skips=skips,
+        groups=groups,
+        clusters=min(at_once, heads * panels * n),
+        key_blocks=min(processors, heads * key_panels * n),
+        row_blocks=min(processors, problem.b * n * problem.h),
+        gradient=gradient,
+    )
 
 
-GroupLaunch = Callable[[Tensors, int, int], None]
+class BackwardTensors(NamedTuple):
+    """All that the launches of a group of heads read and write: as layouts, or as addresses."""
+
+    do: Any
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    lse: Any
+    dlse: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    dmask: Any  # each head's part of d(mask bias)
+    pair: Any  # the pair bias, measured from its references
+    tiles: Any  # the same as tiles that stream
+    sums: Any  # what blocks add d(pair bias) to, or what their parts are summed to
+    dpair: Any  # d(pair bias) in its final dtype
+    key_terms: Any
+    ends: Any
+    order: Any
+    starts: Any
+
+
+GroupLaunch = Callable[[BackwardTensors, int, int], None]
 """A function of a group's addresses, and of those of the statistics and of the parts of d(pair bias)."""
 
 
-def plan_launches(facts: Facts, first: Tensors, strides: tuple[int, int], *, key_bias: bool, dlse: bool) -> list[GroupLaunch]:
+def plan_launches(planner: Planner, choices: BackwardChoices, first: BackwardTensors, terms: KeyTerms) -> list[GroupLaunch]:
     """Plan the launches of each group, in this order. Nothing may come between: one starts while the one before runs.
 
     Args:
-        facts: of the call.
+        planner: of the pass.
+        choices: the kernels of the call.
         first: the layouts of what the first group sees.
-        strides: of the rows of the key bias, from one b, and one n, to the next.
-        key_bias: whether there is one.
-        dlse: whether the LSE has a gradient.
+        terms: of the key bias, if there is one.
     """
-    if facts.fused:
-        return [_fused(facts, first, strides, key_bias, dlse)]
+    if choices.fused:
+        return [_plan_fused(planner, choices, first, terms)]
     launches = []
-    if facts.has_query_kernel:
-        launches.append(_query(facts, first, strides, key_bias, dlse))
-    elif facts.has_key_kernel:
-        launches.append(_statistics(facts, first, dlse))
-    if facts.has_key_kernel:
-        launches.append(_key(facts, first, strides, key_bias))
-    if facts.partial:
-        launches.append(_panel_sum(facts, first))
+    if choices.query is not None:
+        launches.append(_plan_query(planner, choices, choices.query, first, terms))
+    elif choices.key is not None:
+        launches.append(_plan_statistics(planner, choices, first))
+    if choices.key is not None:
+        launches.append(_plan_key(planner, choices, choices.key, first, terms))
+    if choices.query is not None and choices.parts is not None:
+        launches.append(_plan_panel_sum(planner, choices, choices.query, first))
     return launches
 
 
-def _fused(facts: Facts, first: Tensors, strides: tuple[int, int], key_bias: bool, dlse: bool) -> GroupLaunch:
-    note_tiles("whole", block_q=MMA_M, block_k=MMA_M)
-    options: dict[str, Any] = {"key_bias": key_bias, "mask_gradient": facts.needs[3], "dlse": dlse, "gate": facts.gated}
-    kernel = FusedGradients(facts.dtype, facts.d, **options, tiles=facts.fused)  # type: ignore[arg-type]
+def _plan_fused(planner: Planner, choices: BackwardChoices, first: BackwardTensors, terms: KeyTerms) -> GroupLaunch:
+    planner.tiles["whole"] = {"block_q": MMA_M, "block_k": MMA_M}
+    options: dict[str, Any] = {"key_bias": terms.terms is not None, "mask_gradient": choices.problem.needs.mask_bias}
+    options |= {"dlse": choices.dlse, "gate": choices.gated, "tiles": choices.fused}
+    kernel = FusedGradients(choices.dtype, choices.problem.d, **options)
 
-    def arguments(x: Tensors) -> tuple[Any, ...]:
+    def arguments(x: BackwardTensors) -> tuple[Any, ...]:
         return x.q, x.k, x.v, x.o, x.do, x.key_terms, x.lse, x.dlse, x.dq, x.dk, x.dv, x.dmask, x.ends
 
-    launch = plan_launch(kernel, facts.device, *arguments(first), facts.unit, *strides, facts.rows_blocks)
+    launch = planner.plan_launch(kernel, *arguments(first), choices.unit, *terms.strides, choices.row_blocks)
     return lambda x, stats, parts: launch(*arguments(x))
 
 
-def _query(facts: Facts, first: Tensors, strides: tuple[int, int], key_bias: bool, dlse: bool) -> GroupLaunch:
-    chosen, partial, added = facts.query, facts.partial, facts.added is not None
-    keys = chosen["groups"] * chosen["slices"] * SLICE
-    note_tiles("dq", block_q=MMA_M, block_k=keys, num_stages=chosen["stages"], cluster=chosen["cluster"])
-    options: dict[str, Any] = {"pair": facts.pair, "key_bias": key_bias, "bias": facts.bias, "bias_gradient": facts.needs[4]}
-    options |= {"partial": partial, "skips": facts.skips, "dlse": dlse, "gate": facts.gated, "timed": facts.query_timed}
-    kernel = QueryGradients(facts.dtype, facts.d, **options, **chosen, vector=not facts.pair or facts.sizes[4] % 2 == 0)
+def _plan_query(
+    planner: Planner, choices: BackwardChoices, variant: QueryVariant, first: BackwardTensors, terms: KeyTerms
+) -> GroupLaunch:
+    problem, parts, added = choices.problem, choices.parts, choices.added is not None
+    keys = variant.groups * variant.slices * SLICE
+    planner.tiles["dq"] = {"block_q": MMA_M, "block_k": keys, "num_stages": variant.stages, "cluster": variant.cluster}
+    timed = counts_changes(choices.heads * choices.panels, problem.n, choices.clusters)
+    options: dict[str, Any] = {"pair": choices.bias is not None, "key_bias": terms.terms is not None, "bias": choices.bias}
+    options |= {"bias_gradient": problem.needs.pair_bias, "partial": parts is not None, "skips": choices.skips, "timed": timed}
+    options |= {"dlse": choices.dlse, "gate": choices.gated, "vector": choices.bias is None or problem.lk % 2 == 0}
+    kernel = QueryGradients(choices.dtype, problem.d, **options, **variant._asdict())
 
-    def arguments(x: Tensors, stats: Any, dpair: Any) -> tuple[Any, ...]:
+    def arguments(x: BackwardTensors, stats: Any, dpair: Any) -> tuple[Any, ...]:
         return x.q, x.k, x.v, x.o, x.do, x.pair, x.key_terms, x.lse, x.dlse, stats, x.dq, dpair, x.order, x.starts
 
     # without sums of d(pair bias), any layout with four columns compiles the same code, and nothing is written
-    dpair = facts.parts if partial else first.sums if added else first.sums[..., :4]
-    blocks = facts.clusters * chosen["cluster"]
-    launch = plan_launch(kernel, facts.device, *arguments(first, facts.stats, dpair), facts.unit, *strides, blocks)
-    return lambda x, stats, parts: launch(*arguments(x, stats, parts if partial else x.sums if added else x.lse))
+    dpair = parts if parts is not None else first.sums if added else first.sums[..., :4]
+    blocks = choices.clusters * variant.cluster
+    launch = planner.plan_launch(kernel, *arguments(first, choices.stats, dpair), choices.unit, *terms.strides, blocks)
+    if parts is not None:
+        return lambda x, stats, parts: launch(*arguments(x, stats, parts))
+    return lambda x, stats, parts: launch(*arguments(x, stats, x.sums if added else x.lse))
 
 
-def _statistics(facts: Facts, first: Tensors, dlse: bool) -> GroupLaunch:
-    kernel = Statistics(facts.dtype, facts.d, dlse=dlse, gate=facts.gated)
-    launch = plan_launch(kernel, facts.device, first.o, first.do, first.lse, first.dlse, facts.stats, facts.unit)
+def _plan_statistics(planner: Planner, choices: BackwardChoices, first: BackwardTensors) -> GroupLaunch:
+    kernel = Statistics(choices.dtype, choices.problem.d, dlse=choices.dlse, gate=choices.gated)
+    launch = planner.plan_launch(kernel, first.o, first.do, first.lse, first.dlse, choices.stats, choices.unit)
     return lambda x, stats, parts: launch(x.o, x.do, x.lse, x.dlse, stats)
 
 
-def _key(facts: Facts, first: Tensors, strides: tuple[int, int], key_bias: bool) -> GroupLaunch:
-    note_tiles("dkdv", block_q=MMA_M, block_k=MMA_M, num_stages=facts.key["stages"])
-    rounds = facts.gradient is not None and facts.gradient.rounds
-    options: dict[str, Any] = {"pair": facts.pair, "key_bias": key_bias, "bias": facts.bias, "mask_gradient": facts.needs[3]}
-    options |= {"rounds": rounds, "skips": facts.skips, "clears": facts.skips and facts.needs[0], "timed": facts.key_timed}
-    kernel = KeyGradients(facts.dtype, facts.d, **options, **facts.key)
+def _plan_key(
+    planner: Planner, choices: BackwardChoices, variant: KeyVariant, first: BackwardTensors, terms: KeyTerms
+) -> GroupLaunch:
+    problem, needs = choices.problem, choices.problem.needs
+    planner.tiles["dkdv"] = {"block_q": MMA_M, "block_k": MMA_M, "num_stages": variant.stages}
+    timed = counts_changes(choices.heads * choices.key_panels, problem.n, choices.key_blocks)
+    rounds = choices.gradient is not None and choices.gradient.rounds
+    options: dict[str, Any] = {"pair": choices.bias is not None, "key_bias": terms.terms is not None, "bias": choices.bias}
+    options |= {"mask_gradient": needs.mask_bias, "rounds": rounds, "timed": timed}
+    options |= {"skips": choices.skips, "clears": choices.skips and needs.q}
+    kernel = KeyGradients(choices.dtype, problem.d, **options, **variant._asdict())
 
-    def arguments(x: Tensors, stats: Any, sums: Any, dpair: Any) -> tuple[Any, ...]:
-        pair = x.tiles if facts.streams else x.pair
+    def arguments(x: BackwardTensors, stats: Any, sums: Any, dpair: Any) -> tuple[Any, ...]:
+        pair = x.tiles if choices.streams else x.pair
         return x.q, x.k, x.v, x.do, pair, x.key_terms, stats, x.dk, x.dv, x.dmask, sums, dpair, x.dq, x.order, x.starts
 
     fours = [x.view(-1, 4) for x in (first.sums, first.dpair)] if rounds else (None, None)
-    launch = plan_launch(kernel, facts.device, *arguments(first, facts.stats, *fours), facts.unit, *strides, facts.key_blocks)
+    numbers = choices.unit, *terms.strides, choices.key_blocks
+    launch = planner.plan_launch(kernel, *arguments(first, choices.stats, *fours), *numbers)
     return lambda x, stats, parts: launch(*arguments(x, stats, x.sums, x.dpair))
 
 
-def _panel_sum(facts: Facts, first: Tensors) -> GroupLaunch:
-    split = {name: facts.query[name] for name in ("groups", "slices", "cluster")}
-    interleave = query_interleave(facts.d, facts.query["slices"], facts.query["stage"])
-    vector = facts.sizes[4] % 2 == 0
-    kernel = PanelSum(types[first.sums.dtype], **split, interleave=interleave, vector=vector, timed=facts.query_timed)
-    launch = plan_launch(kernel, facts.device, facts.parts, first.sums, facts.sizes[1], facts.clusters)
+def _plan_panel_sum(planner: Planner, choices: BackwardChoices, variant: QueryVariant, first: BackwardTensors) -> GroupLaunch:
+    problem = choices.problem
+    interleave = query_interleave(problem.d, variant.slices, variant.stage)
+    split = {"groups": variant.groups, "slices": variant.slices, "cluster": variant.cluster, "interleave": interleave}
+    timed = counts_changes(choices.heads * choices.panels, problem.n, choices.clusters)
+    kernel = PanelSum(types[first.sums.dtype], **split, vector=problem.lk % 2 == 0, timed=timed)
+    launch = planner.plan_launch(kernel, choices.parts, first.sums, problem.n, choices.clusters)
     return lambda x, stats, parts: launch(parts, x.sums)

@@ -5,8 +5,6 @@ A launch takes addresses: sizes and strides are packed when it is planned, so th
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -29,8 +27,6 @@ types = {
 }
 
 OPTIONS = "--enable-tvm-ffi --gpu-arch=sm_90a"
-
-_noted: contextvars.ContextVar[Noted | None] = contextvars.ContextVar("noted", default=None)
 
 
 def sizes(count: int) -> list[Any]:
@@ -184,44 +180,6 @@ def planned_strides(spec: TensorSpec, shape: tuple[int, ...], stride: tuple[int,
     return [want if size == 1 else own for size, own, want in zip(shape, stride, wanted, strict=True)]
 
 
-@dataclasses.dataclass
-class Noted:
-    """The steps that a pass is planned to do.
-
-    Args:
-        kernels: those that it launches, each as often as it does.
-        copies: what it copies or lays out anew, each with the reason.
-        tiles: of kernels that have some of their own, by name.
-    """
-
-    kernels: list[Kernel] = dataclasses.field(default_factory=list)
-    copies: list[str] = dataclasses.field(default_factory=list)
-    tiles: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
-
-
-@contextlib.contextmanager
-def noting() -> Iterator[Noted]:
-    """Note what is planned meanwhile."""
-    noted = Noted()
-    token = _noted.set(noted)
-    try:
-        yield noted
-    finally:
-        _noted.reset(token)
-
-
-def note_copy(text: str) -> None:
-    """Say what a pass copies or lays out anew, and why, where it is planned to."""
-    if (noted := _noted.get()) is not None:
-        noted.copies.append(text)
-
-
-def note_tiles(kernel: str, **tiles: int) -> None:
-    """Say the tiles of a kernel, where they are chosen."""
-    if (noted := _noted.get()) is not None:
-        noted.tiles[kernel] = tiles
-
-
 def plan_launch(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[..., None]:
     """The launch of a kernel for tensors that lie in memory like `arguments`, as a function of their addresses alone.
 
@@ -234,8 +192,6 @@ def plan_launch(kernel: Kernel, device: torch.device, *arguments: Any) -> Callab
             strides, and are not kept; numbers stay what they are.
     """
     function: Any = None
-    if (noted := _noted.get()) is not None:
-        noted.kernels.append(kernel)
     specs = kernel.arguments()
     extents: dict[int, int] = {}
     numbers = []

@@ -1,4 +1,4 @@
-"""The memory of a call: how its tensors lie for the kernels, the launches that lay them out so, and the workspace."""
+"""The layouts in which the kernels take the tensors of a call, and the launches and copies that make them."""
 
 from __future__ import annotations
 
@@ -11,34 +11,11 @@ from torch import Tensor
 
 from evoattn.backends.hopper.kernels.key_bias import TERMS, KeyBias
 from evoattn.backends.hopper.kernels.pair_bias import PairBias
-from evoattn.backends.hopper.launch import note_copy, plan_launch, types
+from evoattn.backends.hopper.launch import types
+from evoattn.backends.hopper.planner import Planner
 from evoattn.backends.hopper.tiles import KEYS
 
-_LEAST, _MOST = 2.0**-12, 2.0**12
-_ALIGNMENT = 256
-
-
-class Workspace:
-    """Memory that only the kernels of a call use, in one allocation. A plan adds tensors, a call allocates.
-
-    Args:
-        device: where that is.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.bytes = device, 0
-
-    def add(self, like: Tensor | None) -> int:
-        """Add room for a tensor, contiguous or a permutation of it. Return where it starts, in bytes; 0 for None."""
-        start = self.bytes
-        if like is None:
-            return 0
-        self.bytes += -(-like.nbytes // _ALIGNMENT) * _ALIGNMENT
-        return start
-
-    def make(self) -> Tensor:
-        """Allocate the memory of one call: the caller keeps it until all is launched."""
-        return torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
+_LEAST_SCALE, _MOST_SCALE = 2.0**-12, 2.0**12
 
 
 def floats(*shape: int) -> Tensor:
@@ -68,10 +45,10 @@ class PairMemory(NamedTuple):
 
 
 def plan_pair_bias(
+    planner: Planner,
     pair_bias: Tensor | None,
     q: Tensor,
     keys: int,
-    workspace: Workspace,
     *,
     bounded: bool,
     tile: Callable[[Tensor], tuple[Tensor, Any]] | None,
@@ -82,16 +59,16 @@ def plan_pair_bias(
     """
     if pair_bias is None:
         return PairMemory(lambda start, pair: (None, None, None))
-    note_copy("pair_bias: laid out anew once a pass, measured from the largest of each query")
+    planner.copies.append("pair_bias: laid out anew once a pass, measured from the largest of each query")
     pair = pair_bias.expand(-1, -1, q.shape[3], keys)  # one query or key is read along all of them
     out = pair_bias.new_empty((*pair.shape[:3], -(-keys // 8) * 8), device="meta")
     references = floats(*pair.shape[:3])
     aligned = pair_bias.shape[3] == keys and keys % 8 == 0 and is_aligned(pair_bias)
     width = 16 // pair_bias.element_size() if aligned else 1
     kernel = PairBias(types[pair_bias.dtype], width, q_dtype=types[q.dtype], bounded=bounded)
-    subtract = plan_launch(kernel, pair_bias.device, pair, out, references)
+    subtract = planner.plan_launch(kernel, pair, out, references)
     tiles, fill_tiles = (None, None) if tile is None else tile(out[..., :keys])
-    at_tiles, at_pair, at_references = map(workspace.add, (tiles, out, references))
+    at_tiles, at_pair, at_references = map(planner.workspace.add, (tiles, out, references))
 
     def make(start: int, pair: int | None) -> tuple[int, int, int]:
         subtract(pair, start + at_pair, start + at_references)
@@ -131,11 +108,11 @@ class KeyTerms(NamedTuple):
 
 
 def plan_key_bias(
+    planner: Planner,
     mask: Tensor | None,
     mask_bias: Tensor | None,
     q: Tensor,
     lk: int,
-    workspace: Workspace,
     *,
     room: int = 0,
     always: bool,
@@ -165,8 +142,8 @@ def plan_key_bias(
     key_bias = floats(batches * rows, lk) if unrounded else None
     options = {"clears": clears is not None, "lists": lists, "unrounded": unrounded, "bounded": bounded}
     variant = KeyBias(types[q.dtype], mask=mask is not None, bias=bias_type, **options)
-    kernel = plan_launch(variant, q.device, mask, mask_bias, terms, ends, key_bias, cleared, order, starts, lk, rows)
-    at_order, at_starts, at_key_bias, at_terms, at_ends = map(workspace.add, (order, starts, key_bias, terms, ends))
+    kernel = planner.plan_launch(variant, mask, mask_bias, terms, ends, key_bias, cleared, order, starts, lk, rows)
+    at_order, at_starts, at_key_bias, at_terms, at_ends = map(planner.workspace.add, (order, starts, key_bias, terms, ends))
 
     def make(start: int, mask: int | None, mask_bias: int | None, cleared: int | None = None) -> tuple[int, ...]:
         written = (start + at_terms, start + at_ends, start + at_key_bias, start + at_order, start + at_starts)
@@ -182,10 +159,20 @@ def is_aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and steps[-1] == 1 and all(step % 8 == 0 and step > 0 for step in steps[:-1])
 
 
-def loadable(x: Tensor, factor: float = 1.0, name: str = "") -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-    """The layout of q, k, v, o or do for the kernels, and the copy that makes it, or None.
+Copy = Callable[[Tensor], Tensor]
+"""A function that copies a tensor of a planned shape."""
 
-    A tensor is copied if it is multiplied by something, or its lines do not start on 16 bytes. `name`: its name in the notes.
+
+def plan_load(planner: Planner, x: Tensor, factor: float = 1.0, name: str = "") -> tuple[Tensor, Copy | None]:
+    """Plan how the kernels load q, k, v, o, do or the gate: its layout for them, and the copy that makes it, or None.
+
+    A tensor is copied if it is multiplied by something, or its lines do not start on 16 bytes.
+
+    Args:
+        planner: notes the copy.
+        x: the tensor.
+        factor: what it is multiplied by.
+        name: what the note calls it; a copy without a name is not noted.
     """
     if factor == 1.0 and is_aligned(x):
         return x, None
@@ -193,12 +180,12 @@ def loadable(x: Tensor, factor: float = 1.0, name: str = "") -> tuple[Tensor, Ca
     if factor != 1.0:
         why = f"multiplied by {factor:g}, since the kernels take no scale that is negative or far from 1"
     if name:
-        note_copy(f"{name}: copied once a pass, {why}")
-    return contiguous(x, factor)
+        planner.copies.append(f"{name}: copied once a pass, {why}")
+    return plan_copy(x, factor)
 
 
-def contiguous(x: Tensor, factor: float = 1.0) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The layout of a contiguous copy of a tensor, from a multiple of 16 bytes on, and what makes it."""
+def plan_copy(x: Tensor, factor: float = 1.0) -> tuple[Tensor, Copy]:
+    """Plan a contiguous copy of a tensor, from a multiple of 16 bytes on: its layout, and what makes it."""
     shape, stride = x.shape, x.stride()
 
     def copy(x: Tensor) -> Tensor:
@@ -209,15 +196,15 @@ def contiguous(x: Tensor, factor: float = 1.0) -> tuple[Tensor, Callable[[Tensor
     return torch.empty(shape, dtype=x.dtype, device="meta"), copy
 
 
-def copied(tensors: tuple[Any, ...], copies: Iterable[tuple[int, Callable[[Tensor], Tensor]]]) -> tuple[Any, ...]:
-    """The tensors of a call, with copies of those whose layout the kernels cannot read."""
+def apply_copies(tensors: tuple[Any, ...], copies: Iterable[tuple[int, Copy]]) -> tuple[Any, ...]:
+    """Return tensors with copies of those whose layout the kernels cannot read, which `copies` have by place."""
     result = list(tensors)
     for i, copy in copies:
         result[i] = copy(result[i])
     return tuple(result)
 
 
-def split_scale(scale: float, least: float = _LEAST) -> tuple[float, float]:
+def split_scale(scale: float, least: float = _LEAST_SCALE) -> tuple[float, float]:
     """scale = factor * unit: a factor that goes into q, a sign and a power of two or zero, and what the kernels take.
 
     They want a positive scale, not so far from 1 that a bias divided by it overflows: `least` or more, at most 2.
@@ -225,5 +212,5 @@ def split_scale(scale: float, least: float = _LEAST) -> tuple[float, float]:
     if scale == 0:
         return 0.0, 1.0
     size = abs(scale)
-    power = 1.0 if least <= size <= _MOST else 2.0 ** (math.frexp(size)[1] - 2)
+    power = 1.0 if least <= size <= _MOST_SCALE else 2.0 ** (math.frexp(size)[1] - 2)
     return math.copysign(power, scale), size / power

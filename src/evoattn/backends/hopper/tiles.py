@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import NamedTuple
+
+import torch
+
+from evoattn.core.problem import Problem
 
 MMA_M = 64
 """M of a warpgroup's product (wgmma), which the instruction fixes: queries or keys of a tile."""
@@ -38,10 +41,10 @@ MOST_PANELS = 128
 SHARED = 232_448
 """Bytes of shared memory that a block of sm_90 may have."""
 
-_CLUSTER = 8
+_MOST_CLUSTER_BLOCKS = 8
 """Blocks of a cluster on every card of sm_90."""
 
-# keys of a block: warpgroups, slices of 32 keys of each, slices of a stage, stages
+# keys that a block has room for: warpgroups, slices of 32 keys of each, slices of a stage, stages
 _ONE_BLOCK = (
     (128, 2, 2, 2, 3),
     (192, 2, 3, 3, 3),
@@ -63,7 +66,7 @@ _WITHOUT_PAIR = (
 )
 _MANY_CHANNELS = ((256, 2, 4, 2, 2), (384, 2, 6, 1, 3))
 
-_MOST_IDLE = 0.15
+_MOST_IDLE_SHARE = 0.15
 """Of all processors' time, of one kernel that takes whole rows: 0.19 cost as much as it gains, at 384 queries and keys."""
 
 LEAST_SCORES_TO_SKIP = 1 << 25
@@ -76,24 +79,39 @@ _MOST_BATCHES_TO_LIST = 32
 """All blocks go through them to find what they do."""
 
 
-def padded(channels: int) -> int:
+def pad_channels(channels: int) -> int:
     """The channels of a shared-memory tile: 16, 32 or 64. What lies past the tensor's own is read as zero."""
     return max(16, 1 << (channels - 1).bit_length())
 
 
-def query_variant(channels: int, keys: int, pair: bool) -> dict[str, int] | None:
-    """groups, slices, stage, stages, cluster for `keys` keys of `channels`; None where no variant has room."""
-    for cluster in range(1, _CLUSTER + 1):
+class QueryVariant(NamedTuple):
+    """The split of the keys in a `QueryGradients`, as its fields of these names."""
+
+    groups: int
+    slices: int
+    stage: int
+    stages: int
+    cluster: int
+
+    @property
+    def keys(self) -> int:
+        """Keys that all blocks of a cluster have room for."""
+        return self.cluster * self.groups * self.slices * SLICE
+
+
+def query_variant(channels: int, keys: int, pair: bool) -> QueryVariant | None:
+    """The variant of `QueryGradients` for `keys` keys of `channels`; None if no variant has room."""
+    for cluster in range(1, _MOST_CLUSTER_BLOCKS + 1):
         one_block, clustered = (_ONE_BLOCK, _CLUSTERED) if pair else (_WITHOUT_PAIR, _WITHOUT_PAIR_CLUSTERED)
-        variants = _MANY_CHANNELS if channels > 32 else one_block if cluster == 1 else clustered
-        for room, groups, slices, stage, stages in variants:
-            chosen = {"groups": groups, "slices": slices, "stage": stage, "stages": stages, "cluster": cluster}
-            if keys <= cluster * room and query_shared(channels, pair, **chosen) <= SHARED:
-                return chosen
+        table = _MANY_CHANNELS if channels > 32 else one_block if cluster == 1 else clustered
+        for room, groups, slices, stage, stages in table:
+            variant = QueryVariant(groups, slices, stage, stages, cluster)
+            if keys <= cluster * room and query_shared(channels, pair, variant) <= SHARED:
+                return variant
     return None
 
 
-def timed(panels: int, n: int, blocks: int) -> bool:
+def counts_changes(panels: int, n: int, blocks: int) -> bool:
     """Return whether the schedule counts the time that a block takes to change to another panel (`schedule.CHANGE`).
 
     It does not if each block goes through whole panels. All blocks then change about as often, and a block has too few rows for
@@ -125,9 +143,10 @@ def query_sums(channels: int, pair: bool, groups: int, slices: int, cluster: int
     return pair and cluster == 1 and channels > 16 and groups * slices > 4
 
 
-def query_shared(channels: int, pair: bool, groups: int, slices: int, stage: int, stages: int, cluster: int) -> int:
+def query_shared(channels: int, pair: bool, variant: QueryVariant) -> int:
     """Bytes of shared memory of `QueryGradients`, with a key bias."""
-    across = padded(channels)
+    groups, slices, stage, stages, cluster = variant
+    across = pad_channels(channels)
     keys = groups * stages * stage * 32
     warp_sums_dq = query_sums(channels, pair, groups, slices, cluster)
     rows = 4 * 64 * across * 2 + (1 if warp_sums_dq else groups) * 4 * 16 * across * 2
@@ -136,38 +155,36 @@ def query_shared(channels: int, pair: bool, groups: int, slices: int, stage: int
     return rows + keys * (2 * across * 2 + 16) + panel + sums + 256 + (2 * groups * stages + 6) * 8
 
 
-def key_variant(channels: int, queries: int, pair: bool, skips: bool = False, *, float32_pair: bool = False) -> dict[str, Any]:
-    """blocks, ring, float32_tiles, streams, stages, own_tiles for `queries` queries. `float32_pair`: that of the pair bias."""
+class KeyVariant(NamedTuple):
+    """The shared memory of a `KeyGradients`, as its fields of these names."""
+
+    blocks: int
+    ring: int
+    float32_tiles: bool
+    streams: int
+    stages: int
+    own_tiles: bool = False
+
+
+def key_variant(channels: int, queries: int, pair: bool, skips: bool = False, *, float32_pair: bool = False) -> KeyVariant:
+    """The variant of `KeyGradients` for `queries` queries; `float32_pair`: the pair bias is float32."""
     streams = 3 if channels <= 48 else 2
-    stays: dict[str, Any] = {"blocks": -(-queries // 64) if pair else 0, "ring": 0, "float32_tiles": False}
     # 48 channels wait for L2: they take the pair bias as it is, in half the bytes, and convert it; in float32 fewer tiles fit
-    passes: dict[str, Any] = {
-        "blocks": 0,
-        "ring": 3 if float32_pair and channels == 48 else 4,
-        "float32_tiles": float32_pair or channels != 48,
-    }
-    least = 2 if channels <= 48 else 3  # stages that what stays has to leave room for
-    wanted = [(stays, stages) for stages in range(4, least - 1, -1)] + [(passes, stages) for stages in (4, 3, 2)]
-    variants = ({**panel, "streams": streams, "stages": stages} for panel, stages in wanted)
-    chosen = next(variant for variant in variants if key_shared(channels, skips, **variant) <= SHARED)
+    ring = 3 if float32_pair and channels == 48 else 4
+    float32_tiles = float32_pair or channels != 48
+    least = 2 if channels <= 48 else 3  # stages for which a pair bias that stays leaves room
+    staying = [KeyVariant(-(-queries // 64) if pair else 0, 0, False, streams, stages) for stages in range(4, least - 1, -1)]
+    streaming = [KeyVariant(0, ring, float32_tiles, streams, stages) for stages in (4, 3, 2)]
+    variant = next(x for x in (*staying, *streaming) if key_shared(channels, skips, x) <= SHARED)
+    own_tiles = variant._replace(own_tiles=True)
     # as if it skips rows, also if it does not: `skips_rows` compares the two variants
-    room = key_shared(channels, True, **chosen, own_tiles=True) <= SHARED
-    return chosen | {"own_tiles": room}
+    return own_tiles if key_shared(channels, True, own_tiles) <= SHARED else variant
 
 
-def key_shared(
-    channels: int,
-    skips: bool = False,
-    *,
-    blocks: int,
-    ring: int,
-    float32_tiles: bool,
-    streams: int,
-    stages: int,
-    own_tiles: bool = False,
-) -> int:
+def key_shared(channels: int, skips: bool, variant: KeyVariant) -> int:
     """Bytes of shared memory of `KeyGradients`: `blocks` tiles of the pair bias that stay, or `ring` that stream."""
-    across = padded(channels)
+    blocks, ring, float32_tiles, streams, stages, own_tiles = variant
+    across = pad_channels(channels)
     stage = 2 * 64 * across * 2 + 4 * 64 * 4
     row = 2 * 64 * across * 2 + (1 + own_tiles) * 4 * 16 * across * 2
     bias = blocks * 16384 + (
@@ -176,35 +193,26 @@ def key_shared(
     return bias + streams * (stages * (stage + 16) + row + 32) + skips * 16 * across * 2
 
 
-def fused_tiles(channels: int, sizes: tuple[int, int, int, int, int], processors: int) -> int | None:
-    """The tiles of 64 queries that `FusedGradients` has room for, where it is the faster way; sizes are b, n, h, q, k.
+def fused_tiles(problem: Problem, processors: int) -> int | None:
+    """The tiles of 64 queries that `FusedGradients` has room for; None if two kernels are faster.
 
-    It is not where queries or keys are one tile, which leaves warpgroups idle, nor where the last rows leave processors idle.
+    They are if queries or keys are one tile, which leaves warpgroups idle, or if the last rows leave processors idle.
     """
-    b, n, h, queries, keys = sizes
-    tiles = {16: 16, 32: 8, 64: 0}[padded(channels)]
-    rows = b * n * h
+    tiles = {16: 16, 32: 8, 64: 0}[pad_channels(problem.d)]
+    rows = problem.b * problem.n * problem.h
     idle = 1 - rows / (-(-rows // processors) * processors)
-    return tiles if 64 < queries <= 64 * tiles and keys > 64 and idle <= _MOST_IDLE else None
+    return tiles if 64 < problem.lq <= 64 * tiles and problem.lk > 64 and idle <= _MOST_IDLE_SHARE else None
 
 
-def skips_rows(
-    mask: bool,
-    needs: tuple[bool, ...],
-    pair: bool,
-    channels: int,
-    sizes: tuple[int, int, int, int, int],
-    *,
-    float32_pair: bool = False,
-) -> bool:
-    """Return whether the two kernels skip masked rows; sizes are b, n, h, q, k; `float32_pair`: the pair bias is float32.
+def skips_rows(problem: Problem) -> bool:
+    """Return whether the two kernels skip masked rows.
 
-    They do not where a tile of zeros would take a stage: with 48 channels and no pair bias.
+    They do not if a tile of zeros would take a stage: with 48 channels and no pair bias.
     """
-    b, n, _, queries, keys = sizes
-    listed = n <= _MOST_ROWS_TO_LIST and b <= _MOST_BATCHES_TO_LIST and keys <= KEYS * MOST_PANELS
-    if not (mask and any(needs[1:4]) and listed and math.prod(sizes) >= LEAST_SCORES_TO_SKIP):
+    of_keys = problem.needs.k or problem.needs.v or problem.needs.mask_bias
+    can_list = problem.n <= _MOST_ROWS_TO_LIST and problem.b <= _MOST_BATCHES_TO_LIST and problem.lk <= KEYS * MOST_PANELS
+    if not (problem.mask and of_keys and can_list and problem.scores >= LEAST_SCORES_TO_SKIP):
         return False
-    return key_variant(channels, queries, pair, True, float32_pair=float32_pair) == key_variant(
-        channels, queries, pair, float32_pair=float32_pair
-    )
+    pair, float32_pair = problem.pair_bias is not None, problem.pair_bias == torch.float32
+    skipping, other = (key_variant(problem.d, problem.lq, pair, skips, float32_pair=float32_pair) for skips in (True, False))
+    return skipping == other

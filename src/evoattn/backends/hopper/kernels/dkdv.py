@@ -30,7 +30,7 @@ from evoattn.backends.hopper.lib.live_rows import clear_skipped, line_time
 from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
 from evoattn.backends.hopper.lib.schedule import share
-from evoattn.backends.hopper.tiles import MMA_M, QUERIES, padded
+from evoattn.backends.hopper.tiles import MMA_M, QUERIES, pad_channels
 
 
 class KeyArguments(
@@ -110,10 +110,12 @@ class KeyGradients(Kernel):
     def layouts(self):
         n = self.streams * self.stages
         return (
-            k_major(self.dtype, MMA_M, padded(self.channels), 2 * self.streams),  # k, v of a row
-            k_major(self.dtype, QUERIES, padded(self.channels), n),  # q and do
-            mn_major(self.dtype, padded(self.channels), QUERIES, n),  # the same as right sides of dS^T q and P^T do
-            k_major(self.dtype, 16, padded(self.channels), self.output_tiles + self.skips),  # dk, dv, a warp's rows; zeros
+            k_major(self.dtype, MMA_M, pad_channels(self.channels), 2 * self.streams),  # k, v of a row
+            k_major(self.dtype, QUERIES, pad_channels(self.channels), n),  # q and do
+            mn_major(self.dtype, pad_channels(self.channels), QUERIES, n),  # the same as right sides of dS^T q and P^T do
+            k_major(
+                self.dtype, 16, pad_channels(self.channels), self.output_tiles + self.skips
+            ),  # dk, dv, a warp's rows; zeros
         )
 
     @cute.jit
@@ -123,10 +125,10 @@ class KeyGradients(Kernel):
     ):  # fmt: skip
         """Launch the kernel; `KeyArguments` explains the tensors. mdQ: dq, of which skipped rows are set to zero; or None."""
         lk, lq, _, lo = self.layouts()
-        tma_K, tma_V = (load_tma(x, lk, (MMA_M, padded(self.channels))) for x in (mK, mV))
-        tma_Q, tma_dO = (load_tma(x, lq, (QUERIES, padded(self.channels))) for x in (mQ, mdO))
-        tma_dK, tma_dV = (store_tma(x, lo, (16, padded(self.channels))) for x in (mdK, mdV))
-        tma_dQ = store_tma(mdQ, lo, (16, padded(self.channels))) if const_expr(self.clears) else tma_dK
+        tma_K, tma_V = (load_tma(x, lk, (MMA_M, pad_channels(self.channels))) for x in (mK, mV))
+        tma_Q, tma_dO = (load_tma(x, lq, (QUERIES, pad_channels(self.channels))) for x in (mQ, mdO))
+        tma_dK, tma_dV = (store_tma(x, lo, (16, pad_channels(self.channels))) for x in (mdK, mdV))
+        tma_dQ = store_tma(mdQ, lo, (16, pad_channels(self.channels))) if const_expr(self.clears) else tma_dK
         args = KeyArguments(mQ, mK, mPair, mTerms, mStats, mdMask, mSums, mdPair, mOrder, mStarts, scale, stride_b, stride_n)
         self.kernel(tma_K, tma_V, tma_Q, tma_dO, tma_dK, tma_dV, tma_dQ, args).launch(
             grid=(blocks, 1, 1), block=((self.streams + 1) * 128, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
@@ -156,7 +158,7 @@ class KeyGradients(Kernel):
     @cute.kernel
     def kernel(self, tma_K, tma_V, tma_Q, tma_dO, tma_dK, tma_dV, tma_dQ, args):
         """The roles of a block's warps, after its shared memory and its share of the work."""
-        D, NS = padded(self.channels), self.streams
+        D, NS = pad_channels(self.channels), self.streams
         registers = {3: (160, 32), 2: (240, 24)}[NS]  # of a consumer's thread, and of a producer's
         B, N, H, LQ, _ = args.mQ.shape
         LK = args.mK.shape[3]

@@ -30,7 +30,7 @@ from evoattn.backends.hopper.lib.primitives import (
     unseen,
 )
 from evoattn.backends.hopper.lib.ring import Ring, Slot, sleep_until
-from evoattn.backends.hopper.tiles import MMA_M, SLICE, padded
+from evoattn.backends.hopper.tiles import MMA_M, SLICE, pad_channels
 from evoattn.core.numerics import LOG2E
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
@@ -69,7 +69,7 @@ def fragments(variant, shared, buffers, wg_tid, t4, lane):
     mma_S, mma_dK = multiply(variant.dtype, False, K, SLICE), multiply(variant.dtype, False, MN, 16 * variant.steps)
     tSrQ, tdPrdO = (
         mma_S.make_fragment_B(
-            mma_S.get_slice(wg_tid).partition_B(cute.local_tile(x, (SLICE, padded(variant.channels)), (None, 0, None)))
+            mma_S.get_slice(wg_tid).partition_B(cute.local_tile(x, (SLICE, pad_channels(variant.channels)), (None, 0, None)))
         )
         for x in (sQ, sdO)
     )
@@ -84,7 +84,7 @@ def fragments(variant, shared, buffers, wg_tid, t4, lane):
     tSrStats = mma_S.make_fragment_B(mma_S.get_slice(wg_tid).partition_B(words))
     acc_S, acc_dP = (mma_S.make_fragment_C(mma_S.partition_shape_C((MMA_M, SLICE))) for _ in range(2))
     acc_dK, acc_dV = (mma_dK.make_fragment_C(mma_dK.partition_shape_C((MMA_M, 16 * variant.steps))) for _ in range(2))
-    tSrK, tdPrV = (mma_S.make_fragment_A(mma_S.partition_shape_A((MMA_M, padded(variant.channels)))) for _ in range(2))
+    tSrK, tdPrV = (mma_S.make_fragment_A(mma_S.partition_shape_A((MMA_M, pad_channels(variant.channels)))) for _ in range(2))
     tSrKeyTerms, tdPrUnits = (mma_S.make_fragment_A(mma_S.partition_shape_A((MMA_M, 16))) for _ in range(2))
     fill_delta_units(variant, tdPrUnits, t4, lane)
     ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), variant.dtype)

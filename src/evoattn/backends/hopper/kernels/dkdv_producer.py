@@ -15,7 +15,7 @@ from evoattn.backends.hopper.lib.copies import bulk_load
 from evoattn.backends.hopper.lib.live_rows import next_panel, row_at_rank
 from evoattn.backends.hopper.lib.ring import Slot
 from evoattn.backends.hopper.lib.schedule import panel_times, uniform_row
-from evoattn.backends.hopper.tiles import MMA_M, QUERIES, padded
+from evoattn.backends.hopper.tiles import MMA_M, QUERIES, pad_channels
 
 
 @cute.jit
@@ -50,14 +50,14 @@ def produce(
             rings.keys.producer_acquire(Slot(stream, row_count & 1))
             with arch.elect_one():
                 sRows[row_count & 3], sRows[(row_count + 1) & 3] = n, following
-                rings.keys.expect(stream, 2 * MMA_M * padded(variant.channels) * 2)
+                rings.keys.expect(stream, 2 * MMA_M * pad_channels(variant.channels) * 2)
             copy_K.load((i, h, n, b), 2 * stream, rings.keys, stream)
             copy_V.load((i, h, n, b), 2 * stream + 1, rings.keys, stream)
             row_count += 1
             arch.griddepcontrol_wait()
             for j in cutlass.range(NT, unroll=1):
                 x = ring.index(slot.stage)
-                ring.producer_acquire(slot, 2 * QUERIES * padded(variant.channels) * 2 + TILE * 4)
+                ring.producer_acquire(slot, 2 * QUERIES * pad_channels(variant.channels) * 2 + TILE * 4)
                 copy_Q.load((j, h, n, b), x, ring, slot.stage)
                 copy_dO.load((j, h, n, b), x, ring, slot.stage)
                 tile = cute.local_tile(mStats[b, n, h, None], (TILE,), (j,))

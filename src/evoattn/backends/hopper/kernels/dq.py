@@ -32,7 +32,7 @@ from evoattn.backends.hopper.lib.copies import TmaTiles, load_tma, store_tma
 from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
 from evoattn.backends.hopper.lib.schedule import change_of, reached, share
-from evoattn.backends.hopper.tiles import MMA_M, SLICE, padded, query_interleave, query_sums
+from evoattn.backends.hopper.tiles import MMA_M, SLICE, pad_channels, query_interleave, query_sums
 
 
 class QueryArguments(
@@ -116,10 +116,12 @@ class QueryGradients(Kernel):
     def layouts(self):
         n = self.groups * self.stages
         return (
-            k_major(self.dtype, MMA_M, padded(self.channels), 4),  # q, o, do of two rows
-            k_major(self.dtype, self.keys, padded(self.channels), n),  # k and v
-            mn_major(self.dtype, padded(self.channels), self.keys, n),  # k as the right side of dS K
-            k_major(self.dtype, 16, padded(self.channels), 4 if self.warp_sums_dq else self.groups * 4),  # dq, a warp's rows
+            k_major(self.dtype, MMA_M, pad_channels(self.channels), 4),  # q, o, do of two rows
+            k_major(self.dtype, self.keys, pad_channels(self.channels), n),  # k and v
+            mn_major(self.dtype, pad_channels(self.channels), self.keys, n),  # k as the right side of dS K
+            k_major(
+                self.dtype, 16, pad_channels(self.channels), 4 if self.warp_sums_dq else self.groups * 4
+            ),  # dq, a warp's rows
         )
 
     @cute.jit
@@ -129,9 +131,9 @@ class QueryGradients(Kernel):
     ):  # fmt: skip
         """Launch the kernel; `QueryArguments` explains the tensors."""
         lq, lk, _, lo = self.layouts()
-        tma_Q, tma_dO, tma_O = (load_tma(x, lq, (MMA_M, padded(self.channels))) for x in (mQ, mdO, mO))
-        tma_K, tma_V = (load_tma(x, lk, (self.keys, padded(self.channels))) for x in (mK, mV))
-        tma_dQ = store_tma(mdQ, lo, (16, padded(self.channels)))
+        tma_Q, tma_dO, tma_O = (load_tma(x, lq, (MMA_M, pad_channels(self.channels))) for x in (mQ, mdO, mO))
+        tma_K, tma_V = (load_tma(x, lk, (self.keys, pad_channels(self.channels))) for x in (mK, mV))
+        tma_dQ = store_tma(mdQ, lo, (16, pad_channels(self.channels)))
         args = QueryArguments(mQ, mK, mPair, mTerms, mLSE, mdLSE, mStats, mdPair, mOrder, mStarts, scale, stride_b, stride_n)
         self.kernel(tma_Q, tma_dO, tma_O, tma_K, tma_V, tma_dQ, args).launch(
             grid=(blocks, 1, 1), block=((self.groups + 1) * 128, 1, 1),
@@ -174,7 +176,7 @@ class QueryGradients(Kernel):
         """
         if const_expr(not self.skips):
             arch.griddepcontrol_launch_dependents()  # `KeyGradients` comes to each processor that is through
-        D, WG, CL = padded(self.channels), self.groups, self.cluster
+        D, WG, CL = pad_channels(self.channels), self.groups, self.cluster
         registers = {2: (240, 24), 3: (160, 32), 4: (112, 32)}[WG]  # of a consumer's thread, and of a producer's
         B, N, H, LQ, _ = args.mQ.shape
         LK = args.mK.shape[3]

@@ -33,7 +33,7 @@ from evoattn.backends.hopper.lib.primitives import (
 )
 from evoattn.backends.hopper.lib.ring import Ring, Slot, release
 from evoattn.backends.hopper.lib.schedule import place, stretch
-from evoattn.backends.hopper.tiles import MMA_M, SLICE, padded
+from evoattn.backends.hopper.tiles import MMA_M, SLICE, pad_channels
 from evoattn.core.numerics import LOG2E
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
@@ -260,9 +260,13 @@ def fragments(variant, shared, inverse, wg_tid, t4):
     mma_S, mma_dQ = multiply(variant.dtype, False, K, SLICE), multiply(variant.dtype, False, MN, 16 * variant.steps)
     mma_dP = multiply(variant.dtype, True, K, SLICE)
     thr_S = mma_S.get_slice(wg_tid)
-    tSrK = mma_S.make_fragment_B(thr_S.partition_B(cute.local_tile(sK, (SLICE, padded(variant.channels)), (None, 0, None))))
+    tSrK = mma_S.make_fragment_B(
+        thr_S.partition_B(cute.local_tile(sK, (SLICE, pad_channels(variant.channels)), (None, 0, None)))
+    )
     tdPsdO = mma_dP.make_fragment_A(mma_dP.get_slice(wg_tid).partition_A(sQ))
-    tdPrV = mma_S.make_fragment_B(thr_S.partition_B(cute.local_tile(sV, (SLICE, padded(variant.channels)), (None, 0, None))))
+    tdPrV = mma_S.make_fragment_B(
+        thr_S.partition_B(cute.local_tile(sV, (SLICE, pad_channels(variant.channels)), (None, 0, None)))
+    )
     tdQrK = mma_dQ.make_fragment_B(mma_dQ.get_slice(wg_tid).partition_B(narrow(sKt, 16 * variant.steps)))
     tSrTerms = None
     if variant.key_bias:
@@ -272,7 +276,7 @@ def fragments(variant, shared, inverse, wg_tid, t4):
         tSrTerms = mma_S.make_fragment_B(thr_S.partition_B(cute.make_tensor(sTerms, cute.make_layout(shape, stride=stride))))
     acc_S, acc_dP = (mma_S.make_fragment_C(mma_S.partition_shape_C((MMA_M, SLICE))) for _ in range(2))
     acc_dQ = mma_dQ.make_fragment_C(mma_dQ.partition_shape_C((MMA_M, 16 * variant.steps)))
-    tSrQ, rdO, rO = (mma_S.make_fragment_A(mma_S.partition_shape_A((MMA_M, padded(variant.channels)))) for _ in range(3))
+    tSrQ, rdO, rO = (mma_S.make_fragment_A(mma_S.partition_shape_A((MMA_M, pad_channels(variant.channels)))) for _ in range(3))
     tSrAlpha = mma_S.make_fragment_A(mma_S.partition_shape_A((MMA_M, 16)))
     coefficients(tSrAlpha, inverse, t4, variant.dtype)
     # a zero that the compiler cannot see through: a shared known zero costs 3 instructions a slice in another product

@@ -17,7 +17,7 @@ from evoattn.backends.hopper.kernels.statistics import NEVER, TILE, write_statis
 from evoattn.backends.hopper.lib.copies import bulk_load
 from evoattn.backends.hopper.lib.ring import Slot
 from evoattn.backends.hopper.lib.schedule import first_row, nth_row, panel_times, place, stretch, uniform_row
-from evoattn.backends.hopper.tiles import KEYS, MMA_M, padded
+from evoattn.backends.hopper.tiles import KEYS, MMA_M, pad_channels
 from evoattn.core.numerics import LN2, LOG2E
 
 
@@ -69,7 +69,7 @@ def produce_keys(variant, wg: Int32, rank: Int32, lane: Int32, args, span, sizes
 def load_keys(variant, coord, slot, mTerms, bias_row, sTerms, ring, copies):
     """Load keys, values and key bias of the tile at `coord`, once its stage is empty; `bias_row`: that of the key bias."""
     i, words, (copy_K, copy_V) = ring.index(slot.stage), variant.keys * TERMS, copies
-    ring.producer_acquire(slot, 2 * variant.keys * padded(variant.channels) * 2 + (words * 2 if variant.key_bias else 0))
+    ring.producer_acquire(slot, 2 * variant.keys * pad_channels(variant.channels) * 2 + (words * 2 if variant.key_bias else 0))
     copy_K.load(coord, i, ring, slot.stage)
     copy_V.load(coord, i, ring, slot.stage)
     if variant.key_bias:
@@ -153,7 +153,7 @@ def produce_rows(
                     sWork[count % 4, ROWS_LEFT] = rows - following
                 if const_expr(len(variant.exits) > 0):
                     sWork[count % 4, TILES] = tiles_to(variant, live, b, n)
-                ring.expect(0, (2 if variant.gate else 3) * MMA_M * padded(variant.channels) * 2)
+                ring.expect(0, (2 if variant.gate else 3) * MMA_M * pad_channels(variant.channels) * 2)
             copy_Q.load((i, h, n, b), 0, ring, 0)
             if const_expr(not variant.gate):
                 copy_O.load((i, h, n, b), 1, ring, 0)

@@ -43,7 +43,7 @@ from evoattn.backends.hopper.lib.copies import TmaTiles, load_tma, store_tma
 from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
 from evoattn.backends.hopper.lib.schedule import panel_start
-from evoattn.backends.hopper.tiles import CHAIN, CONSUMERS, FORWARD_QUERIES, HALVES, KEYS, MMA_M, SLICE, STREAMS, padded
+from evoattn.backends.hopper.tiles import CHAIN, CONSUMERS, FORWARD_QUERIES, HALVES, KEYS, MMA_M, SLICE, STREAMS, pad_channels
 
 THREADS = (CONSUMERS + 1) * 128
 
@@ -90,7 +90,7 @@ class Forward(Kernel):
     @property
     def key_width(self) -> int:
         """Channels of a key in shared memory."""
-        return 8 if self.keys_twice else padded(self.channels)
+        return 8 if self.keys_twice else pad_channels(self.channels)
 
     @property
     def dependent(self) -> bool:
@@ -111,8 +111,8 @@ class Forward(Kernel):
     def stages(self) -> int:
         """Stages of a stream's keys."""
         if self.float32_pair:
-            return {16: 4, 32: 3, 64: 2}[padded(self.channels)]
-        return 3 if self.resident and self.pair else {16: 5, 32: 5, 64: 3}[padded(self.channels)]
+            return {16: 4, 32: 3, 64: 2}[pad_channels(self.channels)]
+        return 3 if self.resident and self.pair else {16: 5, 32: 5, 64: 3}[pad_channels(self.channels)]
 
     @property
     def terms(self) -> int:
@@ -140,12 +140,12 @@ class Forward(Kernel):
 
     def layouts(self):
         return (
-            k_major(self.dtype, MMA_M, padded(self.channels), self.query_stages * CONSUMERS),  # q
+            k_major(self.dtype, MMA_M, pad_channels(self.channels), self.query_stages * CONSUMERS),  # q
             k_major(self.dtype, KEYS, self.key_width, STREAMS * self.stages),  # k
-            mn_major(self.dtype, padded(self.channels), KEYS, STREAMS * self.stages),  # v
+            mn_major(self.dtype, pad_channels(self.channels), KEYS, STREAMS * self.stages),  # v
             k_major(self.dtype, MMA_M, KEYS, self.pair_tiles),  # pair bias
             k_major(self.dtype, SLICE, SLICE, self.terms),  # identity / scale
-            k_major(self.dtype, 16, padded(self.channels), self.query_stages * CONSUMERS * 4),  # o, a warp's rows
+            k_major(self.dtype, 16, pad_channels(self.channels), self.query_stages * CONSUMERS * 4),  # o, a warp's rows
         )
 
     @cute.jit
@@ -155,10 +155,10 @@ class Forward(Kernel):
     ):  # fmt: skip
         """Launch the kernel; `ForwardArguments` explains the tensors."""
         lq, lk, lv, lp, _, lo = self.layouts()
-        tma_Q = load_tma(mQ, lq, (MMA_M, padded(self.channels)))
+        tma_Q = load_tma(mQ, lq, (MMA_M, pad_channels(self.channels)))
         tma_K = load_tma(mK, lk, (KEYS, self.key_width))
-        tma_V = load_tma(mV, lv, (padded(self.channels), KEYS), (4, 3, 2, 1, 0))
-        tma_O = store_tma(mO, lo, (16, padded(self.channels)))
+        tma_V = load_tma(mV, lv, (pad_channels(self.channels), KEYS), (4, 3, 2, 1, 0))
+        tma_O = store_tma(mO, lo, (16, pad_channels(self.channels)))
         tma_pair = tma_Q
         if const_expr(self.streamed and not self.float32_pair):
             tma_pair = load_tma(mPair, lp, (MMA_M, KEYS), (2, 3, 1, 0))
@@ -198,7 +198,7 @@ class Forward(Kernel):
     @cute.kernel
     def kernel(self, tma_Q, tma_K, tma_V, tma_pair, tma_O, args):
         """The roles of a block's warps, after its shared memory and its share of the work."""
-        D, ST = padded(self.channels), self.stages
+        D, ST = pad_channels(self.channels), self.stages
         B, N, H, LQ, _ = args.mQ.shape
         key_blocks = (args.mK.shape[3] + KEYS - 1) // KEYS
         bid, blocks, tid, warp_idx, lane = block_and_thread()

@@ -29,7 +29,7 @@ from evoattn.backends.hopper.lib.primitives import (
 )
 from evoattn.backends.hopper.lib.ring import Slot
 from evoattn.backends.hopper.lib.schedule import interleaved_row, panel_phase, panel_start, place, stretch
-from evoattn.backends.hopper.tiles import CHAIN, CONSUMERS, HALVES, KEYS, MMA_M, SLICE, STREAMS, padded
+from evoattn.backends.hopper.tiles import CHAIN, CONSUMERS, HALVES, KEYS, MMA_M, SLICE, STREAMS, pad_channels
 from evoattn.core.numerics import LOG2E
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
@@ -150,7 +150,7 @@ def fragments(variant, tiles, thread, inverse, excess):
     # A key's terms fill 8 of 16 channels; the other 8 read the same numbers again and meet zeros of A. So do 8 channels
     # of K, which meet the other half of q (`load_queries`).
     eights = cute.make_layout(((8, 4), (8, 2), 2, STREAMS * variant.stages), stride=((8, 64), (1, 0), 256, 512))
-    keys = cute.local_tile(sK, (SLICE, padded(variant.channels)), (None, 0, None))
+    keys = cute.local_tile(sK, (SLICE, pad_channels(variant.channels)), (None, 0, None))
     if variant.keys_twice:
         keys = cute.make_tensor(sK.iterator, eights)
     tSrK = mma_QK.make_fragment_B(thr_QK.partition_B(keys))  # (., 1, step, slice, stage)
@@ -164,7 +164,7 @@ def fragments(variant, tiles, thread, inverse, excess):
     tSrTerms = mma_QK.make_fragment_B(thr_QK.partition_B(cute.make_tensor(sTerms, eights)))
     acc_S0, acc_S1 = (mma_QK.make_fragment_C(mma_QK.partition_shape_C((MMA_M, SLICE))) for _ in range(2))
     acc_O = mma_PV.make_fragment_C(mma_PV.partition_shape_C((MMA_M, 16 * variant.steps)))
-    tSrQ = mma_QK.make_fragment_A(mma_QK.partition_shape_A((MMA_M, padded(variant.channels))))
+    tSrQ = mma_QK.make_fragment_A(mma_QK.partition_shape_A((MMA_M, pad_channels(variant.channels))))
     tSsQ = mma_PI.make_fragment_A(thr_PI.partition_A(sQ))  # (., 1, step, tile)
     tSrAlpha = mma_QK.make_fragment_A(mma_QK.partition_shape_A((MMA_M, 16)))
     tSrAlpha.fill(variant.dtype(0.0))

@@ -16,7 +16,7 @@ from evoattn.backends.hopper.lib.copies import bulk_load
 from evoattn.backends.hopper.lib.primitives import broadcast_index
 from evoattn.backends.hopper.lib.ring import Slot
 from evoattn.backends.hopper.lib.schedule import interleaved_row, panel_phase, place, stretch
-from evoattn.backends.hopper.tiles import HALVES, KEYS, MMA_M, SLICE, STREAMS, padded
+from evoattn.backends.hopper.tiles import HALVES, KEYS, MMA_M, SLICE, STREAMS, pad_channels
 
 
 @cute.jit
@@ -58,7 +58,7 @@ def produce(
             with arch.elect_one():
                 sWork[stream, turn, ROW] = n
                 sWork[stream, turn, SLICES] = slices
-                rings.queries.expect(free.stage, HALVES * MMA_M * padded(variant.channels) * 2)
+                rings.queries.expect(free.stage, HALVES * MMA_M * pad_channels(variant.channels) * 2)
             turn = (turn + 1) & 3
             for x in range_constexpr(HALVES):
                 copy_Q.load((i * HALVES + x, h, n, b), free.stage * HALVES + x, rings.queries, free.stage)
@@ -88,7 +88,7 @@ def load_pair(variant, pair, j, i, h, b, slot, ring, sPair, copy_pair):
 
 def load_keys(variant, args, coord, slot, stage, ring, sTerms, copy_K, copy_V):
     """Load keys, values and key bias of a block of keys."""
-    width = variant.key_width + padded(variant.channels) + (TERMS if variant.key_bias else 0)
+    width = variant.key_width + pad_channels(variant.channels) + (TERMS if variant.key_bias else 0)
     ring.producer_acquire(slot, 2 * KEYS * width)
     if variant.key_bias:
         j, _, n, b = coord

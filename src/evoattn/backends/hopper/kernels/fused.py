@@ -30,7 +30,7 @@ from evoattn.backends.hopper.launch import Kernel, float32_spec, key_ends_spec, 
 from evoattn.backends.hopper.lib.copies import TmaTiles, load_tma
 from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
-from evoattn.backends.hopper.tiles import MMA_M, QUERIES, padded
+from evoattn.backends.hopper.tiles import MMA_M, QUERIES, pad_channels
 
 
 class FusedArguments(
@@ -61,10 +61,12 @@ class FusedGradients(Kernel):
 
     def layouts(self):
         return (
-            k_major(self.dtype, MMA_M, padded(self.channels), 3 * GROUPS),  # k twice and v, of each warpgroup
-            mn_major(self.dtype, padded(self.channels), MMA_M, 3 * GROUPS),  # the same as right side of dS k
-            k_major(self.dtype, QUERIES, padded(self.channels), self.tiles),  # q, do
-            mn_major(self.dtype, padded(self.channels), QUERIES, self.tiles),  # the same as right sides of dS^T q and P^T do
+            k_major(self.dtype, MMA_M, pad_channels(self.channels), 3 * GROUPS),  # k twice and v, of each warpgroup
+            mn_major(self.dtype, pad_channels(self.channels), MMA_M, 3 * GROUPS),  # the same as right side of dS k
+            k_major(self.dtype, QUERIES, pad_channels(self.channels), self.tiles),  # q, do
+            mn_major(
+                self.dtype, pad_channels(self.channels), QUERIES, self.tiles
+            ),  # the same as right sides of dS^T q and P^T do
             k_major(self.dtype, 16, QUERIES, 2 * GROUPS * 4),  # dS^T, a warp's 16 keys, twice
             mn_major(self.dtype, QUERIES, MMA_M, 2 * GROUPS),  # the same as left side of dS k
         )
@@ -76,8 +78,8 @@ class FusedGradients(Kernel):
     ):  # fmt: skip
         """Launch the kernel; `FusedArguments` explains the tensors."""
         lk, _, lq, _, _, _ = self.layouts()
-        tma_K, tma_V = (load_tma(x, lk, (MMA_M, padded(self.channels))) for x in (mK, mV))
-        tma_Q, tma_dO = (load_tma(x, lq, (QUERIES, padded(self.channels))) for x in (mQ, mdO))
+        tma_K, tma_V = (load_tma(x, lk, (MMA_M, pad_channels(self.channels))) for x in (mK, mV))
+        tma_Q, tma_dO = (load_tma(x, lq, (QUERIES, pad_channels(self.channels))) for x in (mQ, mdO))
         args = FusedArguments(mO, mdO, mK, mTerms, mLSE, mdLSE, mdQ, mdK, mdV, mdMask, mEnds, scale, stride_b, stride_n)
         self.kernel(tma_K, tma_V, tma_Q, tma_dO, args).launch(
             grid=(blocks, 1, 1), block=((GROUPS + 1) * 128, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.key_bias
@@ -106,7 +108,7 @@ class FusedGradients(Kernel):
     @cute.kernel
     def kernel(self, tma_K, tma_V, tma_Q, tma_dO, args):
         """The roles of a block's warps, after its shared memory and its share of the work."""
-        D = padded(self.channels)
+        D = pad_channels(self.channels)
         B, N, H, LQ, _ = args.mO.shape
         LK = args.mK.shape[3]
         bid, blocks, tid, warp_idx, lane = block_and_thread()

@@ -14,7 +14,7 @@ from evoattn.backends.hopper.kernels.statistics import NEVER, TILE, write_statis
 from evoattn.backends.hopper.lib.copies import clear_lines, clear_numbers
 from evoattn.backends.hopper.lib.ring import Slot, release, sleep_until
 from evoattn.backends.hopper.lib.schedule import place
-from evoattn.backends.hopper.tiles import MMA_M, QUERIES, padded
+from evoattn.backends.hopper.tiles import MMA_M, QUERIES, pad_channels
 from evoattn.core.numerics import LN2, LOG2E
 
 GROUPS = 3
@@ -60,7 +60,7 @@ def produce(variant, bid: Int32, blocks: Int32, items: Int32, args, sizes, copie
                     ring.producer_acquire(Slot(x, done >> 1 & 1))
                     sleep_until(rings.values_empty + wg, (done & 1) ^ 1)
                     with arch.elect_one():
-                        ring.expect(x, 2 * MMA_M * padded(variant.channels) * 2)
+                        ring.expect(x, 2 * MMA_M * pad_channels(variant.channels) * 2)
                     copy_K.load((i, h, n, b), 3 * wg + x, ring, x)
                     copy_V.load((i, h, n, b), 3 * wg + 2, ring, x)
             if r == 0:
@@ -69,7 +69,7 @@ def produce(variant, bid: Int32, blocks: Int32, items: Int32, args, sizes, copie
                     start, stop = third(variant, y % 3, thirds)
                     j = start + y // 3
                     if j < stop:
-                        rings.queries.producer_acquire(Slot(j, count & 1), 2 * QUERIES * padded(variant.channels) * 2)
+                        rings.queries.producer_acquire(Slot(j, count & 1), 2 * QUERIES * pad_channels(variant.channels) * 2)
                         copy_Q.load((j, h, n, b), j, rings.queries, j)
                         copy_dO.load((j, h, n, b), j, rings.queries, j)
         item += blocks

@@ -35,7 +35,7 @@ from evoattn.backends.hopper.tiles import KEYS, MOST_PANELS
 TERMS = 8
 _THREADS = 128
 _THREADS_OF_LIST = 512
-CLEARED = 8 * _THREADS  # vectors of four words that a block clears
+CLEARED_VECTORS = 8 * _THREADS  # vectors of four words that a block clears
 _CHUNK = 8  # keys, or words of 16 keys, that a thread looks at together, from the last to the first
 _WORD = 16  # keys of a word
 _LARGEST = 2.0**127 * (2 - 2.0**-23)  # float32 number
@@ -80,7 +80,7 @@ class KeyBias(Kernel):
     def __call__(self, mMask, mBias, mTerms, mEnds, mKeyBias, mCleared, mOrder, mStarts, keys, n, stream: cuda.CUstream):
         blocks = mTerms.shape[0]
         if const_expr(self.clears):
-            blocks = cutlass.max(blocks, (mCleared.shape[0] + CLEARED - 1) // CLEARED)
+            blocks = cutlass.max(blocks, (mCleared.shape[0] + CLEARED_VECTORS - 1) // CLEARED_VECTORS)
         if const_expr(self.lists):
             blocks = blocks + mOrder.shape[0]
         self.kernel(mMask, mBias, mTerms, mEnds, mKeyBias, mCleared, mOrder, mStarts, keys, n).launch(
@@ -105,7 +105,9 @@ class KeyBias(Kernel):
             zeros = cute.make_rmem_tensor(4, Float32)
             zeros.fill(0.0)
             if r >= 0:
-                for x in cutlass.range(r * CLEARED + tid, cutlass.min((r + 1) * CLEARED, mCleared.shape[0]), self.threads):
+                for x in cutlass.range(
+                    r * CLEARED_VECTORS + tid, cutlass.min((r + 1) * CLEARED_VECTORS, mCleared.shape[0]), self.threads
+                ):
                     cute.autovec_copy(zeros, mCleared[x, None])
         if r >= 0 and r < mTerms.shape[0]:
             self.fill(mMask, mBias, mTerms, mEnds, mKeyBias, keys, n, r, tid, sTop, sLast)

@@ -30,9 +30,9 @@ class Copy(launch.Kernel):
         self.name = "Copy"
 
     def arguments(self) -> tuple[Any, ...]:
-        rows, others = launch.sizes(2)
-        x = launch.TensorSpec(cutlass.BFloat16, (rows, 8), (launch.stride(8), 1), 16)
-        y = launch.TensorSpec(cutlass.BFloat16, (rows, 8), (launch.stride(), 1), 16)
+        rows, others = launch.sym_sizes(2)
+        x = launch.TensorSpec(cutlass.BFloat16, (rows, 8), (launch.sym_stride(8), 1), 16)
+        y = launch.TensorSpec(cutlass.BFloat16, (rows, 8), (launch.sym_stride(), 1), 16)
         z = launch.TensorSpec(cutlass.Float32, (others,), (1,), 4) if self.third else None
         return x, y, z, cutlass.Int32(0)
 

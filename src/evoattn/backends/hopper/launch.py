@@ -29,12 +29,12 @@ types = {
 OPTIONS = "--enable-tvm-ffi --gpu-arch=sm_90a"
 
 
-def sizes(count: int) -> list[Any]:
+def sym_sizes(count: int) -> list[Any]:
     """Sizes known only when the kernel runs."""
     return [cute.sym_int() for _ in range(count)]
 
 
-def stride(multiple: int = 1) -> Any:
+def sym_stride(multiple: int = 1) -> Any:
     """A stride known only when the kernel runs, a multiple of so many elements."""
     return cute.sym_int64(divisibility=multiple)
 
@@ -45,7 +45,7 @@ class TensorSpec:
 
     Args:
         dtype: cutlass type of its elements.
-        shape, stride: numbers, or symbols of `sizes` and `stride`; one symbol is one number wherever it stands.
+        shape, stride: numbers, or symbols of `sym_sizes` and `sym_stride`; one symbol is one number wherever it stands.
         align: bytes that divide its address.
     """
 
@@ -61,36 +61,37 @@ class TensorSpec:
 
 def lines_spec(dtype: Any, *shape: Any) -> TensorSpec:
     """A stand-in for a tensor whose last axis is contiguous and starts on 16 bytes of a 16-bit type."""
-    return TensorSpec(dtype, shape, (*(stride(8) for _ in shape[1:]), 1), 16)
+    return TensorSpec(dtype, shape, (*(sym_stride(8) for _ in shape[1:]), 1), 16)
 
 
 def float32_spec(*shape: Any, align: int = 4) -> TensorSpec:
     """A stand-in for a float32 tensor whose last axis is contiguous and starts on `align` bytes."""
-    return TensorSpec(Float32, shape, (*(stride(align // 4) for _ in shape[1:]), 1), align)
+    return TensorSpec(Float32, shape, (*(sym_stride(align // 4) for _ in shape[1:]), 1), align)
 
 
 def strided_spec(dtype: Any, *shape: Any) -> TensorSpec:
     """A stand-in for a tensor of any strides."""
-    return TensorSpec(dtype, shape, tuple(stride() for _ in shape), dtype.width // 8)
+    return TensorSpec(dtype, shape, tuple(sym_stride() for _ in shape), dtype.width // 8)
 
 
 def pair_bias_spec(dtype: Any, queries: Any, keys: Any, *, vector: bool) -> TensorSpec:
     """A stand-in for a pair bias [b|1,h|1,q,k]: of any strides, or with lines that start on two numbers."""
-    shape = (*sizes(2), queries, keys)
+    shape = (*sym_sizes(2), queries, keys)
     if not vector:
         return strided_spec(dtype, *shape)
-    return TensorSpec(dtype, shape, (*(stride(2) for _ in range(3)), 1), dtype.width // 4)
+    return TensorSpec(dtype, shape, (*(sym_stride(2) for _ in range(3)), 1), dtype.width // 4)
 
 
 def key_ends_spec() -> TensorSpec:
     """A stand-in for the rows' numbers of keys up to the last that counts, int32 [r]."""
-    return TensorSpec(Int32, tuple(sizes(1)), (1,), 4)
+    return TensorSpec(Int32, tuple(sym_sizes(1)), (1,), 4)
 
 
 def live_rows_spec() -> tuple[TensorSpec, TensorSpec]:
     """A stand-in for the rows that a mask leaves to panels of keys, int32 [b,2,n] and [b, panels + 2]: see `lib.live_rows`."""
-    b, n, c, panels = sizes(4)
-    return TensorSpec(Int32, (b, 2, n), (stride(), stride(), 1), 4), TensorSpec(Int32, (c, panels), (stride(), 1), 4)
+    b, n, c, panels = sym_sizes(4)
+    order = TensorSpec(Int32, (b, 2, n), (sym_stride(), sym_stride(), 1), 4)
+    return order, TensorSpec(Int32, (c, panels), (sym_stride(), 1), 4)
 
 
 class Kernel:

@@ -24,12 +24,20 @@ from cutlass.memory import SmemAllocator
 from evoattn.backends.hopper.kernels import dkdv_consumer as consumer
 from evoattn.backends.hopper.kernels.dkdv_producer import produce, produce_bias
 from evoattn.backends.hopper.kernels.statistics import TILE
-from evoattn.backends.hopper.launch import Kernel, TensorSpec, float32_spec, lines_spec, live_rows_spec, pair_bias_spec, sizes
+from evoattn.backends.hopper.launch import (
+    Kernel,
+    TensorSpec,
+    float32_spec,
+    lines_spec,
+    live_rows_spec,
+    pair_bias_spec,
+    sym_sizes,
+)
 from evoattn.backends.hopper.lib.copies import TmaTiles, fill_zeros, load_tma, store_tma
-from evoattn.backends.hopper.lib.live_rows import clear_skipped, line_time
+from evoattn.backends.hopper.lib.live_rows import LineSizes, LiveRows, clear_skipped, line_time
 from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
-from evoattn.backends.hopper.lib.schedule import share
+from evoattn.backends.hopper.lib.schedule import Span, share
 from evoattn.backends.hopper.tiles import MMA_M, QUERIES, pad_channels
 
 
@@ -176,7 +184,7 @@ class KeyGradients(Kernel):
         # ---- work: an equal share of the time that all (panel, n) take
         NK = (LK + MMA_M - 1) // MMA_M
         NT = (LQ + QUERIES - 1) // QUERIES
-        sizes, live = (B, N, H, NK), (args.mOrder, args.mStarts)
+        sizes, live = LineSizes(B, N, H, NK), LiveRows(args.mOrder, args.mStarts)
         total, change, skips_rows = line_time(self, live, sizes, blocks)
         each = cutlass.max(Int32(share(total, blocks)), 1)
         begin, end = (Int32(cutlass.min(Int64(x) * each, total)) for x in (bid, bid + 1))
@@ -184,7 +192,7 @@ class KeyGradients(Kernel):
         copy_K, copy_V = (TmaTiles.of(x, (MMA_M, D), shared.sK) for x in (tma_K, tma_V))
         copy_Q, copy_dO = TmaTiles.of(tma_Q, (QUERIES, D), shared.sQ), TmaTiles.of(tma_dO, (QUERIES, D), shared.sdO)
         copy_dK, copy_dV, copy_dQ = (TmaTiles.of(x, (16, D), shared.sOut) for x in (tma_dK, tma_dV, tma_dQ))
-        span = (begin, end, bid, each, change)
+        span = Span(begin, end, bid, each, change)
         if warp_idx >= NS * 4:
             # ================= producers: a warp a stream, one for a pair bias that streams
             arch.setmaxregister_decrease(registers[1])
@@ -214,18 +222,18 @@ class KeyGradients(Kernel):
             consumer.consume(self, args, span, sizes, (LQ, LK), shared, rings, sRows, stores, inverse, NT, thread)
 
     def arguments(self) -> tuple[Any, ...]:
-        B, N, H, LQ, LK, words, fours = sizes(7)
+        B, N, H, LQ, LK, words, fours = sym_sizes(7)
         q, k, v, do, dk, dv = (lines_spec(self.dtype, B, N, H, length, self.channels) for length in (LQ, LK, LK, LQ, LK, LK))
         pair = pair_bias_spec(self.bias, LQ, LK, vector=False)
         if self.streamed:
-            pair = lines_spec(self.tile, *sizes(4), MMA_M * QUERIES)
+            pair = lines_spec(self.tile, *sym_sizes(4), MMA_M * QUERIES)
         dmask = float32_spec(B, N, H, LK) if self.mask_gradient else None
         added = TensorSpec(Float32, (fours, 4), (4, 1), 16) if self.rounds else None
         dpair = TensorSpec(self.dtype, (fours, 4), (4, 1), 8) if self.rounds else None
         dq = lines_spec(self.dtype, B, N, H, LQ, self.channels) if self.clears else None
         live = live_rows_spec() if self.skips else (None, None)
         numbers = (Float32(0), Int32(0), Int32(0), Int32(0))
-        row, stats = lines_spec(self.dtype, *sizes(2)), float32_spec(B, N, H, words, align=16)
+        row, stats = lines_spec(self.dtype, *sym_sizes(2)), float32_spec(B, N, H, words, align=16)
         return q, k, v, do, pair, row, stats, dk, dv, dmask, added, dpair, dq, *live, *numbers
 
 

@@ -17,8 +17,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.kernels.statistics import TILE, delta_units, step_of
-from evoattn.backends.hopper.lib.copies import store_accumulator
-from evoattn.backends.hopper.lib.live_rows import next_panel
+from evoattn.backends.hopper.lib.copies import store_accumulator, store_tile
+from evoattn.backends.hopper.lib.live_rows import LineSizes, LiveRows, next_panel
 from evoattn.backends.hopper.lib.primitives import (
     exp2,
     finite,
@@ -30,6 +30,7 @@ from evoattn.backends.hopper.lib.primitives import (
     unseen,
 )
 from evoattn.backends.hopper.lib.ring import Ring, Slot, sleep_until
+from evoattn.backends.hopper.lib.schedule import Span
 from evoattn.backends.hopper.tiles import MMA_M, SLICE, pad_channels
 from evoattn.core.numerics import LOG2E
 
@@ -93,14 +94,6 @@ def fragments(variant, shared, buffers, wg_tid, t4, lane):
     row.terms.fill(0)
     right = (tSrQ, tdPrdO, tdKrQ, tdVrdO, tSrStats)
     return KeyOperands(acc_S, acc_dP, acc_dK, acc_dV, tSrK, tdPrV, tSrKeyTerms, tdPrUnits, *right), row
-
-
-def store_tile(variant, copy, tile, to):
-    """Store 16 rows from shared memory."""
-    arch.fence_proxy("async.shared", space="cta")
-    arch.sync_warp()
-    copy.store(tile, to)
-    arch.cp_async_bulk_commit_group()
 
 
 def load_key_bias(variant, own_terms, mTerms, bias_row, first_key):
@@ -311,7 +304,8 @@ class KeyShared(namedtuple("KeyShared", "sQ sdO sQt sdOt sStats sK sOut sPair sP
 
 @cute.jit
 def consume(
-    variant, args, span, sizes, lengths, shared, rings, sRows: cute.Tensor, copies, inverse: Float32, NT: Int32, thread,
+    variant, args, span: Span, sizes: LineSizes, lengths, shared, rings, sRows: cute.Tensor, copies, inverse: Float32,
+    NT: Int32, thread,
 ):  # fmt: skip
     """Do the rows of this warpgroup's stream, panel after panel.
 
@@ -320,21 +314,21 @@ def consume(
 
     More than 60 lines: a part of a loop in a function of its own changes what the compiler carries through the loop.
     """
-    (begin, end, _, _, change), (tid, warp_idx, lane) = span, thread
-    NS, ST, live, (LQ, LK), (copy_dK, copy_dV) = variant.streams, variant.stages, (args.mOrder, args.mStarts), lengths, copies
+    (LQ, LK), (copy_dK, copy_dV), (tid, warp_idx, lane) = lengths, copies, thread
+    NS, ST, live = variant.streams, variant.stages, LiveRows(args.mOrder, args.mStarts)
     scale, stride_b, stride_n = args.scale, args.stride_b, args.stride_n
     stream, wg_warp, wg_tid = warp_idx // 4, warp_idx % 4, tid % 128
     g, t4 = lane // 4, lane % 4
     operands, row = fragments(variant, shared[:6], NS * ST, wg_tid, t4, lane)
-    slot, row_count, time, panel_in_use = rings.queries.start(), Int32(0), begin, Boolean(False)
+    slot, row_count, time, panel_in_use = rings.queries.start(), Int32(0), span.begin, Boolean(False)
     rows = sRows[None, stream]
     thread_bias = shared.sPair[None, wg_tid, None] if const_expr(variant.resident) else None
     sums = cute.make_rmem_tensor(2, Float32)
     bias = (shared.sPairTiles, wg_tid) if const_expr(variant.streamed) else thread_bias
     bias_slot = rings.bias.start()
-    while time < end:
-        i, h, b, p0, p1, start, length = next_panel(variant, time, end, change, live, sizes, lane)
-        time = cutlass.min(start + length, end)
+    while time < span.end:
+        i, h, b, p0, p1, start, length = next_panel(variant, time, span, live, sizes, lane)
+        time = cutlass.min(start + length, span.end)
         first_key = i * MMA_M + wg_warp * 16 + g
         if const_expr(variant.resident):
             if panel_in_use:
@@ -380,13 +374,13 @@ def consume(
             arch.cp_async_bulk_wait_group(0, read=True)
             arch.sync_warp()
             store_accumulator(operands.acc_dK, (scale, scale), shared.sOut[None, None, warp_idx], lane, variant.dtype)
-            store_tile(variant, copy_dK, warp_idx, (i * 4 + wg_warp, h, n, b))
+            store_tile(copy_dK, warp_idx, (i * 4 + wg_warp, h, n, b))
             tile = warp_idx + NS * 4 if variant.own_tiles else warp_idx
             if const_expr(not variant.own_tiles):
                 arch.cp_async_bulk_wait_group(0, read=True)
                 arch.sync_warp()
             store_accumulator(operands.acc_dV, (Float32(1.0),) * 2, shared.sOut[None, None, tile], lane, variant.dtype)
-            store_tile(variant, copy_dV, tile, (i * 4 + wg_warp, h, n, b))
+            store_tile(copy_dV, tile, (i * 4 + wg_warp, h, n, b))
             position, row_count = position + NS, row_count + 1
         if const_expr(variant.streamed):
             # True if the last round has no row for this stream. It still gives the tiles of the bias back.

@@ -12,16 +12,16 @@ from cutlass.cute import arch
 
 from evoattn.backends.hopper.kernels.statistics import TILE
 from evoattn.backends.hopper.lib.copies import bulk_load
-from evoattn.backends.hopper.lib.live_rows import next_panel, row_at_rank
+from evoattn.backends.hopper.lib.live_rows import LineSizes, LiveRows, next_panel, row_at_rank
 from evoattn.backends.hopper.lib.ring import Slot
-from evoattn.backends.hopper.lib.schedule import panel_times, uniform_row
+from evoattn.backends.hopper.lib.schedule import Span, panel_times, uniform_row
 from evoattn.backends.hopper.tiles import MMA_M, QUERIES, pad_channels
 
 
 @cute.jit
 def produce(
-    variant, stream: Int32, args, span, sizes, skips_rows: Boolean, sStats: cute.Pointer, rings, copies, NT: Int32, lane: Int32,
-    sRows: cute.Tensor,
+    variant, stream: Int32, args, span: Span, sizes: LineSizes, skips_rows: Boolean, sStats: cute.Pointer, rings, copies,
+    NT: Int32, lane: Int32, sRows: cute.Tensor,
 ):  # fmt: skip
     """Bring in what stream s needs: k and v of a row, then its q, do and statistics, a block of queries after the other.
 
@@ -31,15 +31,14 @@ def produce(
 
     skips_rows: whether any row is left out of any panel. `time` counts as in `schedule`.
     """
-    begin, end, bid, each, change = span
     copy_K, copy_V, copy_Q, copy_dO = copies
-    NS, live, mStats = variant.streams, (args.mOrder, args.mStarts), args.mStats
+    NS, live, mStats = variant.streams, LiveRows(args.mOrder, args.mStarts), args.mStats
     ring = rings.queries.of(stream, variant.stages)
-    slot, row_count, time = ring.start(), Int32(0), begin
-    while time < end:
-        i, h, b, p0, p1, start, rows = next_panel(variant, time, end, change, live, sizes, lane)
-        times = panel_times(start, rows, each, bid, start + p0)
-        time = cutlass.min(start + rows, end)
+    slot, row_count, time = ring.start(), Int32(0), span.begin
+    while time < span.end:
+        i, h, b, p0, p1, start, rows = next_panel(variant, time, span, live, sizes, lane)
+        times = panel_times(start, rows, span.each, span.block, start + p0)
+        time = cutlass.min(start + rows, span.end)
         position, count, n = stream, p1 - p0, Int32(0)
         if position < count:
             n = row_at_rank(variant, uniform_row(position, rows, times), b, live, skips_rows)
@@ -69,14 +68,13 @@ def produce(
 
 
 @cute.jit
-def produce_bias(variant, args, span, sizes, pair_ring: cute.Pointer, ring, NT: Int32, lane: Int32):
+def produce_bias(variant, args, span: Span, sizes: LineSizes, pair_ring: cute.Pointer, ring, NT: Int32, lane: Int32):
     """Bring in the tiles of the pair bias, each once for all streams."""
-    begin, end, _, _, change = span
-    NS, mPair, live = variant.streams, args.mPair, (args.mOrder, args.mStarts)
-    slot, time = ring.start(), begin
-    while time < end:
-        i, h, b, p0, p1, start, rows = next_panel(variant, time, end, change, live, sizes, lane)
-        time = cutlass.min(start + rows, end)
+    NS, mPair, live = variant.streams, args.mPair, LiveRows(args.mOrder, args.mStarts)
+    slot, time = ring.start(), span.begin
+    while time < span.end:
+        i, h, b, p0, p1, start, rows = next_panel(variant, time, span, live, sizes, lane)
+        time = cutlass.min(start + rows, span.end)
         tiles = mPair[b % mPair.shape[0], h % mPair.shape[1], i, None, None]
         for _ in cutlass.range((p1 - p0 + NS - 1) // NS, unroll=1):
             for j in cutlass.range(NT, unroll=1):

@@ -25,13 +25,13 @@ from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.kernels import dq_consumer as consumer
 from evoattn.backends.hopper.kernels.dq_producer import produce_keys, produce_rows
-from evoattn.backends.hopper.kernels.dq_sum import Sums, sum_rows
+from evoattn.backends.hopper.kernels.dq_sum import QuerySizes, Sums, sum_rows
 from evoattn.backends.hopper.kernels.key_bias import TERMS
-from evoattn.backends.hopper.launch import Kernel, float32_spec, lines_spec, live_rows_spec, pair_bias_spec, sizes
+from evoattn.backends.hopper.launch import Kernel, float32_spec, lines_spec, live_rows_spec, pair_bias_spec, sym_sizes
 from evoattn.backends.hopper.lib.copies import TmaTiles, load_tma, store_tma
 from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
-from evoattn.backends.hopper.lib.schedule import change_of, reached, share
+from evoattn.backends.hopper.lib.schedule import Span, change_of, reached, share
 from evoattn.backends.hopper.tiles import MMA_M, SLICE, pad_channels, query_interleave, query_sums
 
 
@@ -216,7 +216,7 @@ class QueryGradients(Kernel):
         copy_Q, copy_dO, copy_O = (TmaTiles.of(x, (MMA_M, D), shared.sQ) for x in (tma_Q, tma_dO, tma_O))
         copy_K, copy_V = TmaTiles.of(tma_K, (self.keys, D), shared.sK), TmaTiles.of(tma_V, (self.keys, D), shared.sV)
         copy_dQ = TmaTiles.of(tma_dQ, (16, D), shared.sdQ)
-        sizes, span = (N, H, NQ, LQ), (begin, end, bid, each, change)
+        sizes, span = QuerySizes(N, H, NQ, LQ), Span(begin, end, bid, each, change)
         if warp_idx >= WG * 4:
             # ================= warps that bring in keys, one for queries, and perhaps one that sums dq
             arch.setmaxregister_decrease(registers[1])
@@ -237,13 +237,13 @@ class QueryGradients(Kernel):
             consumer.sync_cluster(self)  # no block leaves while another one may still write to its shared memory
 
     def arguments(self) -> tuple[Any, ...]:
-        B, N, H, LQ, LK, words = sizes(6)
+        B, N, H, LQ, LK, words = sym_sizes(6)
         q, k, v, o, do, dq = (lines_spec(self.dtype, B, N, H, length, self.channels) for length in (LQ, LK, LK, LQ, LQ, LQ))
         pair = pair_bias_spec(self.bias, LQ, LK, vector=self.vector)
         lse, dlse, stats = float32_spec(B, N, H, LQ), float32_spec(B, N, H, LQ), float32_spec(B, N, H, words, align=16)
-        dpair = float32_spec(*sizes(2), LQ, *sizes(1), align=16)
+        dpair = float32_spec(*sym_sizes(2), LQ, *sym_sizes(1), align=16)
         if self.partial:
-            dpair = float32_spec(*sizes(1), self.slices * 4, self.groups * 128, 4, align=16)
+            dpair = float32_spec(*sym_sizes(1), self.slices * 4, self.groups * 128, 4, align=16)
         live = live_rows_spec() if self.skips else (None, None)
         numbers = (Float32(0), Int32(0), Int32(0), Int32(0))
-        return q, k, v, o, do, pair, lines_spec(self.dtype, *sizes(2)), lse, dlse, stats, dq, dpair, *live, *numbers
+        return q, k, v, o, do, pair, lines_spec(self.dtype, *sym_sizes(2)), lse, dlse, stats, dq, dpair, *live, *numbers

@@ -17,7 +17,7 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from evoattn.backends.hopper.kernels import dq_sum
-from evoattn.backends.hopper.kernels.dq_sum import DLSE, NEG_DELTA, NEG_LSE, ROW, ROWS_LEFT, TILES, slice_key
+from evoattn.backends.hopper.kernels.dq_sum import DLSE, NEG_DELTA, NEG_LSE, ROW, ROWS_LEFT, TILES, QuerySizes, slice_key
 from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.lib.primitives import (
     MASKED,
@@ -32,7 +32,7 @@ from evoattn.backends.hopper.lib.primitives import (
     unseen,
 )
 from evoattn.backends.hopper.lib.ring import Ring, Slot, release
-from evoattn.backends.hopper.lib.schedule import place, stretch
+from evoattn.backends.hopper.lib.schedule import Span, place, stretch
 from evoattn.backends.hopper.tiles import MMA_M, SLICE, pad_channels
 from evoattn.core.numerics import LOG2E
 
@@ -321,26 +321,26 @@ class QueryShared(namedtuple("QueryShared", "sQ sK sV sKt sTerms sdQ stats sPair
 
 @cute.jit
 def consume(
-    variant, args, span, sizes, shared, sStats: cute.Tensor, rings, sums, sWork: cute.Tensor, copy_dQ, inverse: Float32,
-    rank: Int32, LK: Int32, thread,
+    variant, args, span: Span, sizes: QuerySizes, shared, sStats: cute.Tensor, rings, sums, sWork: cute.Tensor, copy_dQ,
+    inverse: Float32, rank: Int32, LK: Int32, thread,
 ):  # fmt: skip
     """Do the rows of a block with this warpgroup's keys, panel after panel.
 
     More than 60 lines: a part of a loop in a function of its own changes what the compiler carries through the loop.
     """
-    ST, WG, (N, H, NQ, LQ), (begin, end, bid, _, _), (tid, warp_idx, lane) = variant.stages, variant.groups, sizes, span, thread
+    ST, WG, (N, H, NQ, LQ), (tid, warp_idx, lane) = variant.stages, variant.groups, sizes, thread
     mPair, mdPair = args.mPair, args.mdPair
     wg, wg_warp, wg_tid = warp_idx // 4, warp_idx % 4, tid % 128
     g, t4 = lane // 4, lane % 4
     operands, (copy, source, tSrQ, rdO, rO) = fragments(variant, shared, inverse, wg_tid, t4)
     neg_lse, neg_delta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
     row = QueryRow(copy, source, tSrQ, rdO, rO, neg_lse, neg_delta, sStats)
-    slot, query_phase, row_count, turn, unit = rings.keys.start(), Int32(0), Int32(0), Int32(0), begin
+    slot, query_phase, row_count, turn, unit = rings.keys.start(), Int32(0), Int32(0), Int32(0), span.begin
     tSsPair = shared.sPair[None, wg_tid, None, wg] if const_expr(variant.pair) else None
     operands = operands._replace(tSsPair=tSsPair)
     first_key = slice_key(variant, 0, rank * WG + wg) + 2 * t4
-    while unit < end:
-        panel, p0, p1 = stretch(unit, end, N)
+    while unit < span.end:
+        panel, p0, p1 = stretch(unit, span.end, N)
         unit += p1 - p0
         i, h, b = place(panel, NQ, H)
         q0 = i * MMA_M + wg_warp * 16 + g
@@ -389,7 +389,7 @@ def consume(
             row_count += 1
         if const_expr(variant.bias_gradient):
             if const_expr(variant.partial):
-                dq_sum.store_pair_part(variant, operands.acc_dPair, mdPair, (bid + panel) * variant.cluster + rank, tid)
+                dq_sum.store_pair_part(variant, operands.acc_dPair, mdPair, (span.block + panel) * variant.cluster + rank, tid)
             else:
                 pair_b, pair_h = b % mdPair.shape[0], h % mdPair.shape[1]
                 dq_sum.add_pair_part(variant, operands.acc_dPair, mdPair, pair_b, pair_h, q0, first_key, LQ, LK, t4)

@@ -11,20 +11,21 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
 from evoattn.backends.hopper.kernels.dq_consumer import live_tiles
-from evoattn.backends.hopper.kernels.dq_sum import DLSE, NEG_DELTA, NEG_LSE, ROW, ROWS_LEFT, TILES
+from evoattn.backends.hopper.kernels.dq_sum import DLSE, NEG_DELTA, NEG_LSE, ROW, ROWS_LEFT, TILES, QuerySizes
 from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.kernels.statistics import NEVER, TILE, write_statistics
 from evoattn.backends.hopper.lib.copies import bulk_load
+from evoattn.backends.hopper.lib.live_rows import LiveRows
 from evoattn.backends.hopper.lib.ring import Slot
-from evoattn.backends.hopper.lib.schedule import first_row, nth_row, panel_times, place, stretch, uniform_row
+from evoattn.backends.hopper.lib.schedule import Span, first_row, nth_row, panel_times, place, stretch, uniform_row
 from evoattn.backends.hopper.tiles import KEYS, MMA_M, pad_channels
 from evoattn.core.numerics import LN2, LOG2E
 
 
-def next_panel(unit, span, sizes):
-    """The panel that a block comes to at `unit`: its i, h, b, how many of its rows the block does, and times for `nth_row`.
+def next_stretch(unit, span: Span, sizes: QuerySizes):
+    """The stretch that a block comes to at `unit`.
 
-    Returns the unit after it first.
+    Returns the unit after it; i, h and b of its panel; the number of its rows; and the times for `nth_row`.
     """
     _, end, bid, each, change = span
     N, H, NQ, _ = sizes
@@ -36,17 +37,18 @@ def next_panel(unit, span, sizes):
 
 
 @cute.jit
-def produce_keys(variant, wg: Int32, rank: Int32, lane: Int32, args, span, sizes, sTerms: cute.Pointer, ring, copies):
+def produce_keys(
+    variant, wg: Int32, rank: Int32, lane: Int32, args, span: Span, sizes: QuerySizes, sTerms: cute.Pointer, ring, copies
+):
     """Load the keys of warpgroup `wg`, and of `wg` + `key_producers` if there is one, one stage after another."""
-    (begin, end, *_), N = span, sizes[0]
-    WG, second, live = variant.groups, wg + variant.key_producers, (args.mOrder, args.mStarts)
-    slot, unit = ring.start(), begin
+    N, WG, second, live = sizes.n, variant.groups, wg + variant.key_producers, LiveRows(args.mOrder, args.mStarts)
+    slot, unit = ring.start(), span.begin
     if const_expr(variant.key_bias):
         arch.griddepcontrol_wait()
     if const_expr(variant.skips):
         arch.griddepcontrol_launch_dependents()  # `KeyGradients` reads at once what this kernel has waited for
-    while unit < end:
-        unit, (_, h, b), count, times = next_panel(unit, span, sizes)
+    while unit < span.end:
+        unit, (_, h, b), count, times = next_stretch(unit, span, sizes)
         position = Int32(0)
         while position < count:
             n = uniform_row(position, N, times)
@@ -84,13 +86,13 @@ def key_tile(variant, j, group):
     return j * variant.cluster * variant.groups + group if variant.interleave else group * variant.tiles + j
 
 
-def tiles_to(variant, live, b, n):
+def tiles_to(variant, live: LiveRows, b, n):
     """The tiles of a row's keys up to the end of the last panel that has one that is not masked."""
-    return (live[0][b, 1, n] * KEYS + variant.keys - 1) // variant.keys
+    return (live.order[b, 1, n] * KEYS + variant.keys - 1) // variant.keys
 
 
 @cute.jit
-def next_row(variant, position: Int32, count: Int32, n: Int32, times, live, b: Int32, lane: Int32) -> Int32:
+def next_row(variant, position: Int32, count: Int32, n: Int32, times, live: LiveRows, b: Int32, lane: Int32) -> Int32:
     """The position of the next row that is not skipped, or `count`. The lanes of a warp look at 32 rows at a time.
 
     Call it after the launch that writes `live` is complete.
@@ -111,21 +113,20 @@ def next_row(variant, position: Int32, count: Int32, n: Int32, times, live, b: I
 
 @cute.jit
 def produce_rows(
-    variant, rank: Int32, lane: Int32, args, span, sizes, inverse: Float32, sStats: cute.Tensor, sWork: cute.Tensor, ring,
-    copies,
+    variant, rank: Int32, lane: Int32, args, span: Span, sizes: QuerySizes, inverse: Float32, sStats: cute.Tensor,
+    sWork: cute.Tensor, ring, copies,
 ):  # fmt: skip
     """Load q, o, dO and LSE of each row, and write the statistics of the row before for `KeyGradients`."""
-    begin, end, *_ = span
-    N, _, _, LQ = sizes
+    N, LQ = sizes.n, sizes.lq
     copy_Q, copy_O, copy_dO = copies
-    mLSE, mdLSE, mStats, live = args.mLSE, args.mdLSE, args.mStats, (args.mOrder, args.mStarts)
-    phase, unit = Int32(0), begin
+    mLSE, mdLSE, mStats, live = args.mLSE, args.mdLSE, args.mStats, LiveRows(args.mOrder, args.mStarts)
+    phase, unit = Int32(0), span.begin
     rNegLSE, rOldNegLSE, rdLSE = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
     old_b, old_n, old_h, old_i, count = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
     if const_expr(variant.skips):
         arch.griddepcontrol_wait()
-    while unit < end:
-        unit, (i, h, b), rows, times = next_panel(unit, span, sizes)
+    while unit < span.end:
+        unit, (i, h, b), rows, times = next_stretch(unit, span, sizes)
         position = Int32(0)
         while position < rows:
             n = uniform_row(position, N, times)

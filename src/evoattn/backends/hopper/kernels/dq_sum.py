@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import namedtuple
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -17,11 +17,11 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, range_cons
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import warpgroup
 
-from evoattn.backends.hopper.launch import Kernel, float32_spec, pair_bias_spec, sizes
+from evoattn.backends.hopper.launch import Kernel, float32_spec, pair_bias_spec, sym_sizes
 from evoattn.backends.hopper.lib.copies import store_accumulator
 from evoattn.backends.hopper.lib.primitives import add_four, store_remote
 from evoattn.backends.hopper.lib.ring import release, sleep_until
-from evoattn.backends.hopper.lib.schedule import change_of, first_row, place, share, stretch
+from evoattn.backends.hopper.lib.schedule import Span, change_of, first_row, place, share, stretch
 from evoattn.backends.hopper.tiles import MMA_M, SLICE
 
 ROW, ROWS_LEFT, TILES = range(3)
@@ -31,6 +31,15 @@ tiles of keys.
 
 NEG_LSE, NEG_DELTA, DLSE = range(3)
 """Columns of `sStats`, for each query of a row."""
+
+
+class QuerySizes(NamedTuple):
+    """The sizes of a launch of `QueryGradients`: of n and h, the panels of 64 queries of a head, and the queries."""
+
+    n: Any
+    h: Any
+    panels: Any
+    lq: Any
 
 
 class Sums(namedtuple("Sums", "parts inbox parts_full parts_empty inbox_full inbox_empty")):
@@ -47,13 +56,14 @@ def write_part(variant, acc_dQ, sums, wg: Int32, row_count: Int32, wg_tid: Int32
 
 
 @cute.jit
-def sum_rows(variant, sums, sdQ: cute.Tensor, copy_dQ, span, sizes, sWork: cute.Tensor, scale: Float32, lane: Int32):
+def sum_rows(
+    variant, sums, sdQ: cute.Tensor, copy_dQ, span: Span, sizes: QuerySizes, sWork: cute.Tensor, scale: Float32, lane: Int32
+):
     """Sum and write dq of all rows of a block, always in the same order, by one warp."""
-    begin, end, *_ = span
     N, H, NQ, _ = sizes
-    row_count, unit = Int32(0), begin
-    while unit < end:
-        panel, p0, p1 = stretch(unit, end, N)
+    row_count, unit = Int32(0), span.begin
+    while unit < span.end:
+        panel, p0, p1 = stretch(unit, span.end, N)
         unit += p1 - p0
         i, h, b = place(panel, NQ, H)
         more, rows_left = Boolean(True), p1 - p0
@@ -281,6 +291,6 @@ class PanelSum(Kernel):
                         line[k + 1] = sums[2 * r + 1].to(self.dtype)
 
     def arguments(self) -> tuple[Any, ...]:
-        slots, queries, keys = sizes(3)
+        slots, queries, keys = sym_sizes(3)
         mParts = float32_spec(slots, self.slices * 4, self.groups * 128, 4, align=16)
         return mParts, pair_bias_spec(self.dtype, queries, keys, vector=self.vector), Int32(0), Int32(0)

@@ -38,11 +38,11 @@ from evoattn.backends.hopper.kernels.forward_mma import ForwardRings
 from evoattn.backends.hopper.kernels.forward_producer import produce
 from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.kernels.repair import WARP_QUERIES
-from evoattn.backends.hopper.launch import Kernel, float32_spec, key_ends_spec, lines_spec, sizes, strided_spec
+from evoattn.backends.hopper.launch import Kernel, float32_spec, key_ends_spec, lines_spec, strided_spec, sym_sizes
 from evoattn.backends.hopper.lib.copies import TmaTiles, load_tma, store_tma
 from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
-from evoattn.backends.hopper.lib.schedule import panel_start
+from evoattn.backends.hopper.lib.schedule import ForwardSizes, units_of
 from evoattn.backends.hopper.tiles import CHAIN, CONSUMERS, FORWARD_QUERIES, HALVES, KEYS, MMA_M, SLICE, STREAMS, pad_channels
 
 THREADS = (CONSUMERS + 1) * 128
@@ -125,15 +125,17 @@ class Forward(Kernel):
         return HALVES * (CHAIN if self.resident else self.stages) if self.pair else 1
 
     def arguments(self) -> tuple[Any, ...]:
-        b, n, h, lq, lk = sizes(5)
+        b, n, h, lq, lk = sym_sizes(5)
         q, k, v, o = (lines_spec(self.dtype, b, n, h, length, self.channels) for length in (lq, lk, lk, lq))
-        terms, ends = (lines_spec(self.dtype, *sizes(2)), key_ends_spec()) if self.key_bias else (None, None)
-        key_bias = float32_spec(*sizes(2)) if self.key_bias and self.pair else None
+        terms, ends = (lines_spec(self.dtype, *sym_sizes(2)), key_ends_spec()) if self.key_bias else (None, None)
+        key_bias = float32_spec(*sym_sizes(2)) if self.key_bias and self.pair else None
         raw_pair = pair = pair_reference = None
         if self.pair:
-            raw_pair = strided_spec(Float32 if self.float32_pair else self.dtype, *sizes(4))
-            pair = lines_spec(Float32, *sizes(4), MMA_M * KEYS) if self.float32_pair else lines_spec(self.dtype, *sizes(4))
-            pair_reference = float32_spec(*sizes(3))
+            raw_pair = strided_spec(Float32 if self.float32_pair else self.dtype, *sym_sizes(4))
+            pair = lines_spec(self.dtype, *sym_sizes(4))
+            if self.float32_pair:
+                pair = lines_spec(Float32, *sym_sizes(4), MMA_M * KEYS)
+            pair_reference = float32_spec(*sym_sizes(3))
         lse, reference = float32_spec(b, n, h, lq), float32_spec(b, n, h, lq)
         numbers = (Int32(0), Int32(0), Float32(0.0), Int32(0), Int32(0))
         return q, k, v, terms, ends, key_bias, raw_pair, pair, o, lse, reference, pair_reference, *numbers
@@ -213,8 +215,8 @@ class Forward(Kernel):
         arch.sync_threads()
         # ---- this block's share: units (panel, n) from first to last
         panels = (LQ + FORWARD_QUERIES - 1) // FORWARD_QUERIES
-        sizes = (blocks, B * H, panels, N, LQ)
-        span = (panel_start(bid, *sizes), panel_start(bid + 1, *sizes))
+        sizes = ForwardSizes(blocks, B * H, panels, N, LQ)
+        units = units_of(bid, sizes)
         copy_Q = TmaTiles.of(tma_Q, (MMA_M, D), shared.sQ)
         copy_K = TmaTiles.of(tma_K, (KEYS, self.key_width), shared.sK)
         copy_V = TmaTiles.of(tma_V, (D, KEYS), shared.sV, (0, None, None, None, None))
@@ -231,14 +233,14 @@ class Forward(Kernel):
             if s < STREAMS:
                 pair_tiles = cute.make_tensor(shared.sPair.iterator, cute.make_layout((MMA_M * KEYS, self.pair_tiles)))
                 copies = (copy_Q, copy_K, copy_V, copy_pair)
-                produce(self, s, args, span, sizes, key_blocks, exchange[0], pair_tiles, sTerms, rings.stream(s, ST), copies)
+                produce(self, s, args, units, sizes, key_blocks, exchange[0], pair_tiles, sTerms, rings.stream(s, ST), copies)
         else:
             # ================= consumers
             arch.setmaxregister_increase(112)
             wg = warp_idx // 4
             thread = Thread(wg // HALVES, wg % HALVES, warp_idx % 4, tid % 128, lane, lane // 4, lane % 4, tid, warp_idx, wg)
             stream_rings = rings.stream(thread.stream, ST)
-            consume(self, thread, bid, args, span, sizes, key_blocks, shared, copy_O, stream_rings, *exchange)
+            consume(self, thread, bid, args, units, sizes, key_blocks, shared, copy_O, stream_rings, *exchange)
 
 
 @cute.jit

@@ -28,7 +28,15 @@ from evoattn.backends.hopper.lib.primitives import (
     pin_registers,
 )
 from evoattn.backends.hopper.lib.ring import Slot
-from evoattn.backends.hopper.lib.schedule import interleaved_row, panel_phase, panel_start, place, stretch
+from evoattn.backends.hopper.lib.schedule import (
+    ForwardSizes,
+    UnitRange,
+    interleaved_row,
+    panel_phase,
+    place,
+    stretch,
+    units_of,
+)
 from evoattn.backends.hopper.tiles import CHAIN, CONSUMERS, HALVES, KEYS, MMA_M, SLICE, STREAMS, pad_channels
 from evoattn.core.numerics import LOG2E
 
@@ -55,8 +63,8 @@ whether it repeats the last row. The loop over rows does not need them at every 
 
 @cute.jit
 def consume(
-    variant, thread, bid: Int32, args, span, sizes, blocks: Int32, tiles, copy_O, rings, sWork: cute.Tensor,
-    sState: cute.Tensor, sReference: cute.Tensor,
+    variant, thread, bid: Int32, args, units: UnitRange, sizes: ForwardSizes, blocks: Int32, tiles, copy_O, rings,
+    sWork: cute.Tensor, sState: cute.Tensor, sReference: cute.Tensor,
 ):  # fmt: skip
     """Do the rows of this warpgroup's stream, panel after panel.
 
@@ -77,7 +85,7 @@ def consume(
     slot, query_phase, repairs, turn = rings.keys.start(), Int32(0), Boolean(False), Int32(0)
     state = sState[warp_idx, None]
     if lane == 0:
-        state[NEXT_UNIT], state[END_UNIT] = span
+        state[NEXT_UNIT], state[END_UNIT] = units
     arch.sync_warp()
     while state[NEXT_UNIT] < state[END_UNIT]:
         unit, end = state[NEXT_UNIT], state[END_UNIT]
@@ -348,14 +356,14 @@ def store_row(
 
 
 @cute.jit
-def repair_rows(variant, args, block: Int32, sizes, thread):
+def repair_rows(variant, args, block: Int32, sizes: ForwardSizes, thread):
     """Do the queries again that this warp marked with an LSE of NaN or +inf."""
     _, _, panels, N, LQ = sizes
     stream, half, wg_warp, *_ = thread
     arch.sync_warp()
-    unit, last = panel_start(block, *sizes), panel_start(block + 1, *sizes)
-    while unit < last:
-        panel, p0, p1 = stretch(unit, last, N)
+    unit, end = units_of(block, sizes)
+    while unit < end:
+        panel, p0, p1 = stretch(unit, end, N)
         phase = panel_phase(panel, *sizes)
         i, h, b = place(panel, panels, args.mQ.shape[2])
         first_query = (i * HALVES + half) * MMA_M + wg_warp * WARP_QUERIES

@@ -15,22 +15,31 @@ from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.lib.copies import bulk_load
 from evoattn.backends.hopper.lib.primitives import broadcast_index
 from evoattn.backends.hopper.lib.ring import Slot
-from evoattn.backends.hopper.lib.schedule import interleaved_row, panel_phase, place, stretch
+from evoattn.backends.hopper.lib.schedule import ForwardSizes, UnitRange, interleaved_row, panel_phase, place, stretch
 from evoattn.backends.hopper.tiles import HALVES, KEYS, MMA_M, SLICE, STREAMS, pad_channels
 
 
 @cute.jit
 def produce(
-    variant, stream: Int32, args, span, sizes, blocks: Int32, sWork: cute.Tensor, sPair, sTerms: cute.Pointer, rings, copies
+    variant,
+    stream: Int32,
+    args,
+    units: UnitRange,
+    sizes: ForwardSizes,
+    blocks: Int32,
+    sWork: cute.Tensor,
+    sPair,
+    sTerms: cute.Pointer,
+    rings,
+    copies,
 ):
-    """Load the units of a span for a stream: row after row, one block of keys after another."""
-    unit, last = span
+    """Load the units of a block for a stream: row after row, one block of keys after another."""
+    unit, end_unit = units
     copy_Q, copy_K, copy_V, copy_pair = copies
-    _, _, panels, N, _ = sizes
-    H = args.mQ.shape[2]
+    panels, N, H = sizes.panels, sizes.n, args.mQ.shape[2]
     slot, query_phase, turn = rings.keys.start(), Int32(0), Int32(0)
-    while unit < last:
-        panel, p0, p1 = stretch(unit, last, N)
+    while unit < end_unit:
+        panel, p0, p1 = stretch(unit, end_unit, N)
         phase = panel_phase(panel, *sizes)
         i, h, b = place(panel, panels, H)
         pair_b, pair_h = b, h

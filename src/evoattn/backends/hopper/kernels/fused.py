@@ -24,9 +24,9 @@ from cutlass.cute import arch
 from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.kernels import fused_consumer as consumer
-from evoattn.backends.hopper.kernels.fused_producer import GROUPS, produce, produce_statistics
+from evoattn.backends.hopper.kernels.fused_producer import GROUPS, FusedSizes, produce, produce_statistics
 from evoattn.backends.hopper.kernels.statistics import TILE
-from evoattn.backends.hopper.launch import Kernel, float32_spec, key_ends_spec, lines_spec, sizes
+from evoattn.backends.hopper.launch import Kernel, float32_spec, key_ends_spec, lines_spec, sym_sizes
 from evoattn.backends.hopper.lib.copies import TmaTiles, load_tma
 from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
@@ -131,7 +131,7 @@ class FusedGradients(Kernel):
 
         copy_K, copy_V = (TmaTiles.of(x, (MMA_M, D), shared.sK) for x in (tma_K, tma_V))
         copy_Q, copy_dO = TmaTiles.of(tma_Q, (QUERIES, D), shared.sQ), TmaTiles.of(tma_dO, (QUERIES, D), shared.sdO)
-        sizes = (N, H, NK, NT, LQ, thirds)
+        sizes = FusedSizes(N, H, NK, NT, LQ, thirds)
         if warp_idx >= GROUPS * 4:
             # ================= one warp brings in, three find the statistics of a third of the tiles each
             arch.setmaxregister_decrease(56)
@@ -146,10 +146,10 @@ class FusedGradients(Kernel):
             consumer.consume(self, bid, blocks, items, args, sizes, shared, rings, inverse, tid, warp_idx, lane)
 
     def arguments(self) -> tuple[Any, ...]:
-        B, N, H, LQ, LK = sizes(5)
+        B, N, H, LQ, LK = sym_sizes(5)
         lengths = (LQ, LK, LK, LQ, LQ, LQ, LK, LK)
         q, k, v, o, do, dq, dk, dv = (lines_spec(self.dtype, B, N, H, length, self.channels) for length in lengths)
-        key_bias, lse, dlse = lines_spec(self.dtype, *sizes(2)), float32_spec(B, N, H, LQ), float32_spec(B, N, H, LQ)
+        key_bias, lse, dlse = lines_spec(self.dtype, *sym_sizes(2)), float32_spec(B, N, H, LQ), float32_spec(B, N, H, LQ)
         dmask = float32_spec(B, N, H, LK) if self.mask_gradient else None
         ends = key_ends_spec() if self.key_bias else None
         return q, k, v, o, do, key_bias, lse, dlse, dq, dk, dv, dmask, ends, Float32(0), Int32(0), Int32(0), Int32(0)

@@ -24,7 +24,7 @@ from evoattn.backends.hopper.kernels.dkdv_consumer import (
     scores,
     store_mask_gradient,
 )
-from evoattn.backends.hopper.kernels.fused_producer import GROUPS, live_key_tiles, third
+from evoattn.backends.hopper.kernels.fused_producer import GROUPS, FusedSizes, live_key_tiles, third
 from evoattn.backends.hopper.lib.primitives import narrow
 from evoattn.backends.hopper.lib.ring import Ring, Slot, release
 from evoattn.backends.hopper.lib.schedule import place
@@ -137,7 +137,7 @@ def store_lines(variant, values, factor: Float32, room: cute.Pointer, mOut: cute
 
 @cute.jit
 def consume(
-    variant, bid: Int32, blocks: Int32, items: Int32, args, sizes, shared, rings, inverse: Float32, tid: Int32,
+    variant, bid: Int32, blocks: Int32, items: Int32, args, sizes: FusedSizes, shared, rings, inverse: Float32, tid: Int32,
     warp_idx: Int32, lane: Int32,
 ):  # fmt: skip
     """Do this warpgroup's keys of each row.

@@ -6,6 +6,8 @@ third of the tiles of queries each, and write their statistics there.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
@@ -19,6 +21,17 @@ from evoattn.core.numerics import LN2, LOG2E
 
 GROUPS = 3
 """Warpgroups that compute."""
+
+
+class FusedSizes(NamedTuple):
+    """The sizes of a launch: of n and h, tiles of keys and of queries, the queries, and where each third of tiles ends."""
+
+    n: Any
+    h: Any
+    key_tiles: Any
+    query_tiles: Any
+    lq: Any
+    thirds: Any
 
 
 def third(variant, z, ends):
@@ -38,7 +51,7 @@ def live_key_tiles(variant, n: Int32, b: Int32, args, tiles: Int32) -> Int32:
 
 
 @cute.jit
-def produce(variant, bid: Int32, blocks: Int32, items: Int32, args, sizes, copies, rings):
+def produce(variant, bid: Int32, blocks: Int32, items: Int32, args, sizes: FusedSizes, copies, rings):
     """Load the keys and values of each warpgroup, and the tiles of queries of each row."""
     N, H, NK, NT, _, thirds = sizes
     copy_K, copy_V, copy_Q, copy_dO = copies
@@ -78,8 +91,8 @@ def produce(variant, bid: Int32, blocks: Int32, items: Int32, args, sizes, copie
 
 @cute.jit
 def produce_statistics(
-    variant, wg: Int32, bid: Int32, blocks: Int32, items: Int32, args, sizes, inverse: Float32, sStats: cute.Pointer, ring,
-    lane: Int32,
+    variant, wg: Int32, bid: Int32, blocks: Int32, items: Int32, args, sizes: FusedSizes, inverse: Float32,
+    sStats: cute.Pointer, ring, lane: Int32,
 ):  # fmt: skip
     """Find the statistics of the queries of a third of the tiles: terms of -lse / scale, and of -delta.
 

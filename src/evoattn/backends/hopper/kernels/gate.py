@@ -14,7 +14,7 @@ import cuda.bindings.driver as cuda
 from cutlass import Float32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.launch import Kernel, float32_spec, lines_spec, sizes, strided_spec
+from evoattn.backends.hopper.launch import Kernel, float32_spec, lines_spec, strided_spec, sym_sizes
 from evoattn.backends.hopper.lib.primitives import sigmoid
 from evoattn.backends.hopper.lib.schedule import place
 from evoattn.core.numerics import LN2
@@ -72,7 +72,7 @@ class GateProduct(Kernel):
             cute.autovec_copy(rO, gO)
 
     def arguments(self) -> tuple[Any, ...]:
-        shape = (*sizes(4), self.channels)
+        shape = (*sym_sizes(4), self.channels)
         return lines_spec(self.dtype, *shape), lines_spec(self.dtype, *shape)
 
 
@@ -124,7 +124,7 @@ class GatePass(Kernel):
                 delta[b, n, h, q] = value
 
     def arguments(self) -> tuple[Any, ...]:
-        queries = sizes(4)
+        queries = sym_sizes(4)
         o, do, gate, gated, dgate = (lines_spec(self.dtype, *queries, self.channels) for _ in range(5))
         dlse = strided_spec(Float32, *queries) if self.dlse else None
         passed = (gated, float32_spec(*queries)) if self.passes else (None, None)

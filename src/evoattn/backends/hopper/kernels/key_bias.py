@@ -26,8 +26,8 @@ from evoattn.backends.hopper.launch import (
     key_ends_spec,
     lines_spec,
     live_rows_spec,
-    sizes,
     strided_spec,
+    sym_sizes,
 )
 from evoattn.backends.hopper.lib.primitives import LOWEST_KEY, VETO, broadcast_load, finite, three_terms
 from evoattn.backends.hopper.tiles import KEYS, MOST_PANELS
@@ -66,13 +66,13 @@ class KeyBias(Kernel):
         return _THREADS_OF_LIST if self.lists else _THREADS
 
     def arguments(self) -> tuple[Any, ...]:
-        mask = strided_spec(Uint8, *sizes(3)) if self.mask else None
-        bias = strided_spec(self.bias, *sizes(3)) if self.bias is not None else None
-        key_bias = float32_spec(*sizes(2)) if self.unrounded else None
-        cleared = TensorSpec(Float32, (*sizes(1), 4), (4, 1), 16) if self.clears else None
+        mask = strided_spec(Uint8, *sym_sizes(3)) if self.mask else None
+        bias = strided_spec(self.bias, *sym_sizes(3)) if self.bias is not None else None
+        key_bias = float32_spec(*sym_sizes(2)) if self.unrounded else None
+        cleared = TensorSpec(Float32, (*sym_sizes(1), 4), (4, 1), 16) if self.clears else None
         order, starts = live_rows_spec() if self.lists else (None, None)
         return (
-            mask, bias, lines_spec(self.dtype, *sizes(2)), key_ends_spec(), key_bias, cleared, order, starts, Int32(0),
+            mask, bias, lines_spec(self.dtype, *sym_sizes(2)), key_ends_spec(), key_bias, cleared, order, starts, Int32(0),
             Int32(0),
         )  # fmt: skip
 

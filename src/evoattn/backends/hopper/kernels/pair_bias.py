@@ -15,7 +15,7 @@ import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.launch import Kernel, float32_spec, lines_spec, sizes, strided_spec
+from evoattn.backends.hopper.launch import Kernel, float32_spec, lines_spec, strided_spec, sym_sizes
 from evoattn.backends.hopper.lib.primitives import LOWEST, MASKED, SHALLOW
 from evoattn.backends.hopper.lib.schedule import place
 from evoattn.backends.hopper.tiles import KEYS, MMA_M
@@ -51,8 +51,8 @@ class PairBias(Kernel):
         return 32 // self.width if self.width > 1 else 16
 
     def arguments(self) -> tuple[Any, ...]:
-        pair = lines_spec(self.dtype, *sizes(4)) if self.width > 1 else strided_spec(self.dtype, *sizes(4))
-        return pair, lines_spec(self.dtype, *sizes(4)), float32_spec(*sizes(3))
+        pair = lines_spec(self.dtype, *sym_sizes(4)) if self.width > 1 else strided_spec(self.dtype, *sym_sizes(4))
+        return pair, lines_spec(self.dtype, *sym_sizes(4)), float32_spec(*sym_sizes(3))
 
     @cute.jit
     def __call__(self, mPair: cute.Tensor, mOut: cute.Tensor, mReference: cute.Tensor, stream: cuda.CUstream):
@@ -159,7 +159,7 @@ class PairBiasTiles(Kernel):
         return Float32 if self.float32 else self.dtype
 
     def arguments(self) -> tuple[Any, ...]:
-        return strided_spec(self.dtype, *sizes(4)), lines_spec(self.tile, *sizes(4), MMA_M * KEYS), Float32(0)
+        return strided_spec(self.dtype, *sym_sizes(4)), lines_spec(self.tile, *sym_sizes(4), MMA_M * KEYS), Float32(0)
 
     @cute.jit
     def __call__(self, mPair: cute.Tensor, mOut: cute.Tensor, scale: Float32, stream: cuda.CUstream):

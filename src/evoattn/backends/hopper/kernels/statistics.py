@@ -13,7 +13,7 @@ import cuda.bindings.driver as cuda
 from cutlass import BFloat16, Float32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.launch import Kernel, float32_spec, lines_spec, sizes
+from evoattn.backends.hopper.launch import Kernel, float32_spec, lines_spec, sym_sizes
 from evoattn.backends.hopper.lib.primitives import VETO, three_terms
 from evoattn.backends.hopper.lib.schedule import place
 from evoattn.backends.hopper.tiles import MMA_M
@@ -111,6 +111,6 @@ class Statistics(Kernel):
         write_statistics(to, tid, both[0], both[1], Float32(1.0) / scale, self.dtype)
 
     def arguments(self) -> tuple[Any, ...]:
-        b, n, h, q, words = sizes(5)
+        b, n, h, q, words = sym_sizes(5)
         o, do = (lines_spec(self.dtype, b, n, h, q, self.channels) for _ in range(2))
         return o, do, float32_spec(b, n, h, q), float32_spec(b, n, h, q), float32_spec(b, n, h, words, align=16), Float32(0)

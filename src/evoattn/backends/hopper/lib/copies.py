@@ -109,6 +109,14 @@ def load_panel(
                 cute.autovec_copy(cute.recast_tensor(rPair[u], dtype), target[0, None])
 
 
+def store_tile(copy: TmaTiles, tile: Any, coord: tuple[Any, ...]) -> None:
+    """Store a tile that this warp has written, as a group of copies of its own."""
+    arch.fence_proxy("async.shared", space="cta")
+    arch.sync_warp()
+    copy.store(tile, coord)
+    arch.cp_async_bulk_commit_group()
+
+
 def store_accumulator(acc: Any, factors: Any, tile: Any, lane: Any, dtype: Any) -> None:
     """Store a warp's 16 lines of an accumulator in a swizzled tile, each times the factor of its line; a thread has two."""
     stm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)

@@ -7,21 +7,37 @@ Units (panel, row) lie in a line, as in `schedule`. starts [b, panels + 2] says 
 head ends, and how many panels have a row. Panels with a row come first, and empty panels are not scheduled. Units that are not
 in the line have gradients of zero.
 
-`variant` is the kernel. Without its `skips` each panel has all rows. `timed`: the time of a change to another panel counts.
+`variant` is the kernel. Without its `skips` each panel has all rows. With its `timed`, a change to another panel takes time.
 Loads bypass the first cache, which may hold what lay there before this kernel began.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
 from evoattn.backends.hopper.lib.copies import clear_numbers
-from evoattn.backends.hopper.lib.schedule import CHANGE, change_of, first_row, place, share
+from evoattn.backends.hopper.lib.schedule import CHANGE, Span, change_of, first_row, place, share
 from evoattn.backends.hopper.tiles import MMA_M
+
+
+class LiveRows(NamedTuple):
+    """The tensors `order` and `starts`; None without `skips`."""
+
+    order: Any
+    starts: Any
+
+
+class LineSizes(NamedTuple):
+    """The sizes of a line: of b, n and h, and the panels of 64 keys of a head."""
+
+    b: Any
+    n: Any
+    h: Any
+    panels: Any
 
 
 def _load(x: Any, *coord: Any) -> Any:
@@ -29,18 +45,17 @@ def _load(x: Any, *coord: Any) -> Any:
 
 
 @cute.jit
-def line_time(variant, live, sizes, blocks: Int32):
+def line_time(variant, live: LiveRows, sizes: LineSizes, blocks: Int32):
     """The time that all units take, that of a change to another panel, and whether any row is left out of any panel."""
     B, N, H, NK = sizes
     panels = Int64(B * H * NK)
     units, any_skipped, change = panels * N, Boolean(False), Int32(0)
     if const_expr(variant.skips):
-        _, starts = live
         units, used = Int64(0), Int64(0)
         for b in cutlass.range(B, unroll=1):
-            units += Int64(H) * _load(starts, b, NK)
+            units += Int64(H) * _load(live.starts, b, NK)
             if const_expr(variant.timed):
-                used += Int64(H) * _load(starts, b, NK + 1)
+                used += Int64(H) * _load(live.starts, b, NK + 1)
         any_skipped = units < panels * N
         if const_expr(variant.timed):
             panels = used
@@ -62,15 +77,15 @@ def _head_time(variant, starts, b: Int32, NK: Int32, change: Int32) -> Int32:
 
 
 @cute.jit
-def next_panel(variant, time: Int32, end: Int32, change: Int32, live, sizes, lane: Int32):
+def next_panel(variant, time: Int32, span: Span, live: LiveRows, sizes: LineSizes, lane: Int32):
     """Return the panel that a block comes to at `time`.
 
-    Returns its place i, h and b; the ranks of the first of its rows that the block does before `end`, and past the last; the
+    Returns its place i, h and b; the ranks of the first of its rows that the block does in its span, and past the last; the
     time at which its rows begin; and how many rows it has. The block may do none of them.
     """
-    _, N, H, NK = sizes
+    (_, end, _, _, change), (_, N, H, NK) = span, sizes
     if const_expr(variant.skips):
-        _, starts = live
+        starts = live.starts
         b, start = Int32(0), Int32(0)
         head_time = _head_time(variant, starts, b, NK, change)
         while time >= start + H * head_time:
@@ -96,18 +111,19 @@ def next_panel(variant, time: Int32, end: Int32, change: Int32, live, sizes, lan
 
 
 @cute.jit
-def row_at_rank(variant, rank: Int32, b: Int32, live, any_skipped: Boolean) -> Int32:
+def row_at_rank(variant, rank: Int32, b: Int32, live: LiveRows, any_skipped: Boolean) -> Int32:
     """The row of a panel of batch b with that rank; `any_skipped`: whether any row is left out of any panel."""
     n = rank
     if const_expr(variant.skips):
         if any_skipped:
-            order, _ = live
-            n = arch.make_warp_uniform(_load(order, b, 0, rank))
+            n = arch.make_warp_uniform(_load(live.order, b, 0, rank))
     return n
 
 
 @cute.jit
-def clear_skipped(variant, live, sizes, zeros: int, copies, mdMask: Any, first: Int32, step: Int32, lane: Int32):
+def clear_skipped(
+    variant, live: LiveRows, sizes: LineSizes, zeros: int, copies, mdMask: Any, first: Int32, step: Int32, lane: Int32
+):
     """Zeros for what is not in the line: a warp's share, each `step`-th from `first` on.
 
     zeros: the tile of shared memory with 16 rows of zeros. copies: of dk and dv; of dq, for rows whose keys are all masked,

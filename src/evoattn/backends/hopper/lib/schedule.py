@@ -47,7 +47,36 @@ def place(panel: Any, panels: Any, heads: Any) -> tuple[Any, Any, Any]:
     return panel % panels, head % heads, head // heads
 
 
-# ---- forward: `blocks`, `heads` (all (b, h)), `panels` of a head, `n` and `lq` are the sizes of a launch
+# ---- forward
+
+
+class ForwardSizes(NamedTuple):
+    """The sizes of a launch by which its blocks share the units.
+
+    Args:
+        blocks: of the launch.
+        heads: all (b, h).
+        panels: of a head.
+        n, lq: rows, and queries.
+    """
+
+    blocks: Any
+    heads: Any
+    panels: Any
+    n: Any
+    lq: Any
+
+
+class UnitRange(NamedTuple):
+    """The units that a block does: from `first` on, before `end`."""
+
+    first: Any
+    end: Any
+
+
+def units_of(block: Any, sizes: ForwardSizes) -> UnitRange:
+    """The units of a block."""
+    return UnitRange(panel_start(block, *sizes), panel_start(block + 1, *sizes))
 
 
 @cute.jit
@@ -107,6 +136,23 @@ def interleaved_row(position: Any, phase: Any, interleave: Any, n: Any) -> Any:
 
 
 # ---- backward: these also take Python's numbers, in tests
+
+
+class Span(NamedTuple):
+    """The stretch of the line that a block does.
+
+    Args:
+        begin, end: the times, or the units, at which it begins and ends.
+        block: the number of the block.
+        each: the time that each block has.
+        change: the time of a change to another panel.
+    """
+
+    begin: Any
+    end: Any
+    block: Any
+    each: Any
+    change: Any
 
 
 def share(time: Any, blocks: Any) -> Any:

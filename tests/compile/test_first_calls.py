@@ -35,7 +35,7 @@ def test_workers_write_what_this_process_reads(folder: pathlib.Path, monkeypatch
     ahead.begin(kernels())
     until(lambda: folder.exists() and len(list((folder / "hopper").glob("*.o"))) == len(CHANNELS))
     monkeypatch.setattr(launch, "build", lambda kernel: pytest.fail(f"{kernel.name} is compiled here"))
-    assert all(callable(ahead.compiled(kernel)) for kernel in kernels())
+    assert all(callable(ahead.load_kernel(kernel)) for kernel in kernels())
 
 
 def test_each_kernel_is_compiled_once(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, hand: type[Hand]) -> None:
@@ -48,9 +48,9 @@ def test_each_kernel_is_compiled_once(folder: pathlib.Path, monkeypatch: pytest.
     ahead.begin(kernels())
     until(lambda: hand.taken)
     *first, last = kernels()
-    assert all(callable(ahead.compiled(kernel)) for kernel in first)
+    assert all(callable(ahead.load_kernel(kernel)) for kernel in first)
     assert compiled == [kernel.name for kernel in first]
-    waits = threading.Thread(target=ahead.compiled, args=(last,))
+    waits = threading.Thread(target=ahead.load_kernel, args=(last,))
     waits.start()
     waits.join(0.1)
     assert waits.is_alive()
@@ -65,14 +65,14 @@ def test_what_a_worker_cannot_compile_is_compiled_here(folder: pathlib.Path, han
     hand.go.set()
     ahead.begin(kernels())
     until(lambda: len(hand.taken) == len(CHANNELS))
-    assert all(callable(ahead.compiled(kernel)) for kernel in kernels())
+    assert all(callable(ahead.load_kernel(kernel)) for kernel in kernels())
     assert len(kept(folder)) == len(CHANNELS)
 
 
 def test_a_python_that_cannot_be_started_is_done_without(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", None)
     ahead.begin(kernels())
-    assert all(callable(ahead.compiled(kernel)) for kernel in kernels())
+    assert all(callable(ahead.load_kernel(kernel)) for kernel in kernels())
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_nobody_is_started_where_that_is_of_no_use(
         folder.write_text("")
     elif reason.startswith("all"):
         for kernel in kernels():
-            ahead.compiled(kernel)
+            ahead.load_kernel(kernel)
         if reason == "all are kept":
             new_process()
         else:
@@ -119,7 +119,7 @@ def test_nobody_is_started_where_that_is_of_no_use(
 @pytest.mark.parametrize("empty", [True, False])
 def test_workers_start_early_if_nothing_is_kept(empty: bool, folder: pathlib.Path, hand: type[Hand]) -> None:
     if not empty:
-        ahead.compiled(kernels()[0])
+        ahead.load_kernel(kernels()[0])
     first_calls.prestart("hopper")
     assert len(first_calls.helpers.workers) == (first_calls.MOST if empty else 0)
 
@@ -158,7 +158,7 @@ def never_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_call_that_wants_gradients_begins_both_passes(
     records: bool, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[launch.Kernel] = []
+    begun: list[launch.KernelVariant] = []
     monkeypatch.setattr(ahead, "begin", begun.extend)
     options: dict[str, Any] = {"dtype": torch.bfloat16, "requires_grad": records}
     q, pair = torch.empty(1, 40, 96, 4, 32, **options), torch.empty(1, 1, 4, 96, 96, **options)
@@ -197,7 +197,7 @@ def test_a_slow_worker_is_waited_for_once(folder: pathlib.Path, hand: type[Hand]
         return wait(futures, limit)
 
     monkeypatch.setattr(concurrent.futures, "wait", watched)
-    assert all(callable(ahead.compiled(kernel)) for kernel in kernels())
+    assert all(callable(ahead.load_kernel(kernel)) for kernel in kernels())
     assert waits == [0.3]
     first_calls.begin("hopper", {name: Task("nowhere:nothing") for name in "ab"})
     assert not waiting()
@@ -212,7 +212,7 @@ def test_nobody_waits_for_a_worker_that_is_still_starting(
     monkeypatch.setattr(hand, "run", lambda self, task: run(self, task) if task.arguments else started.wait(60))
     monkeypatch.setattr(first_calls, "PATIENCE_S", 0.0)
     ahead.begin(kernels())
-    assert all(callable(ahead.compiled(kernel)) for kernel in kernels())
+    assert all(callable(ahead.load_kernel(kernel)) for kernel in kernels())
     assert first_calls.helpers.useful and not hand.taken
     started.set()
 
@@ -221,7 +221,7 @@ def test_a_worker_compiles_no_kernel_that_another_process_has_kept(
     folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = kernels()[0]
-    ahead.compiled(kernel)
+    ahead.load_kernel(kernel)
     (file,) = kept(folder)
     monkeypatch.setattr(launch, "build", lambda kernel: pytest.fail("compiled again"))
     ahead.keep(kernel, file)
@@ -235,7 +235,7 @@ def test_the_script_of_first_calls_sees_what_compiles_where(folder: pathlib.Path
     watch.begin()
     first, *_, last = kernels()
     ahead.begin([first, last])
-    ahead.compiled(first)
+    ahead.load_kernel(first)
     assert [name for name, _, _ in watch.lists["compiled"]] == [first.name]
     until(lambda: watch.lists["by_workers"])
     assert watch.lists["by_workers"][0][0] == "start"

@@ -78,13 +78,13 @@ def test_a_launch_reads_what_was_kept_for_hopper(training: bool, cache: pathlib.
     monkeypatch.setattr(launch, "build", lambda kernel: pytest.fail(f"{kernel.name} is compiled"))
     loaded: list[str] = []
 
-    def run(kernel: launch.Kernel) -> Any:
+    def run(kernel: launch.KernelVariant) -> Any:
         assert callable(compiled(kernel))
         loaded.append(kernel.name)
         return lambda *arguments: None
 
-    compiled = launch.compiled
-    monkeypatch.setattr(launch, "compiled", run)
+    compiled = launch.load_kernel
+    monkeypatch.setattr(launch, "load_kernel", run)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     plan, arguments = planned(call, hopper)
     plan.run(*arguments)
@@ -178,7 +178,7 @@ def test_the_cards_of_a_machine_know_what_their_plans_ask(monkeypatch: pytest.Mo
     monkeypatch.setattr(devices, "local_card", lambda device: cards[device.index])
     monkeypatch.setattr(of_triton, "_shared_memory", lambda device: 1000 + device.index)
     monkeypatch.setattr(of_triton, "cache_bytes", lambda device: 2000)
-    monkeypatch.setattr(clusters, "of_this_machine", lambda size, shared, device: 132 // size - 1)
+    monkeypatch.setattr(clusters, "count_on_this_machine", lambda size, shared, device: 132 // size - 1)
     local = local_cards()
     assert [(card.shared_memory, card.cache_bytes) for card in local] == [(1000, 2000), (1001, 2000), (1002, 2000)]
     assert local[0].clusters == () and local[1].clusters == (131, 65, 43, 32, 25, 21, 17, 15)

@@ -64,7 +64,7 @@ class Made:
 
 
 @functools.cache
-def make(kernel: launch.Kernel) -> Made:
+def make(kernel: launch.KernelVariant) -> Made:
     """Compile a kernel as its first call would, once a process."""
     with _asking_ptxas() as said:
         built = launch.build(kernel)

@@ -26,7 +26,7 @@ _NOBITS = 8
 
 
 def _launches() -> Any:
-    """The module with `compiled(kernel)`, which gives a launch its function, and `build(kernel)`, which compiles."""
+    """The module with `load_kernel(kernel)`, which gives a launch its function, and `build(kernel)`, which compiles."""
     return importlib.import_module("evoattn.backends.hopper.launch")
 
 
@@ -41,13 +41,13 @@ def driven(launched: Any) -> Iterator[None]:
         return lambda extents, stream, *arguments: launched(kernel, tuple(extents), list(arguments))
 
     launches = _launches()
-    kept, stream = launches.compiled, getattr(torch._C, _STREAM, None)
-    launches.compiled = compiled
+    kept, stream = launches.load_kernel, getattr(torch._C, _STREAM, None)
+    launches.load_kernel = compiled
     setattr(torch._C, _STREAM, lambda index: 0)
     try:
         yield
     finally:
-        launches.compiled = kept
+        launches.load_kernel = kept
         if stream is None:
             delattr(torch._C, _STREAM)
         else:

@@ -79,7 +79,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]
     def compiled(kernel: Any) -> Any:
         return lambda *arguments: calls.append((type(kernel).__name__, arguments))
 
-    monkeypatch.setattr(launch, "compiled", compiled)
+    monkeypatch.setattr(launch, "load_kernel", compiled)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(backward_launches, "resident_clusters", lambda *arguments: 66)
@@ -92,6 +92,6 @@ def kernels(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from evoattn.backends.hopper import launch
 
     created: list[Any] = []
-    note = launch.compiled
-    monkeypatch.setattr(launch, "compiled", lambda kernel: created.append(kernel) or note(kernel))
+    note = launch.load_kernel
+    monkeypatch.setattr(launch, "load_kernel", lambda kernel: created.append(kernel) or note(kernel))
     return created

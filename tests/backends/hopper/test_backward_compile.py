@@ -72,12 +72,12 @@ def key_kernel(channels: int, length: int, dtype: str, skips: bool, pair: bool =
 
 
 def check_dq(channels: int, length: int, dtype: str, skips: bool) -> None:
-    formula = planned.query_shared(channels, True, planned.query_variant(channels, length, True))
+    formula = planned.query_shared_bytes(channels, True, planned.query_variant(channels, length, True))
     check(query_kernel(channels, length, dtype, skips=skips), DQ_SPILLED, formula)
 
 
 def check_dkdv(channels: int, length: int, dtype: str, skips: bool, pair: bool = True, **change: bool) -> None:
-    formula = planned.key_shared(channels, skips, planned.key_variant(channels, length, pair, skips))
+    formula = planned.key_shared_bytes(channels, skips, planned.key_variant(channels, length, pair, skips))
     check(key_kernel(channels, length, dtype, skips, pair, **change), DKDV_SPILLED, formula)
 
 
@@ -154,7 +154,7 @@ def test_variants_with_a_float32_pair_bias(channels, length):
     check(query_kernel(channels, length, bias=cutlass.Float32), DQ_SPILLED)
     chosen = planned.key_variant(channels, length, True, float32_pair=True)
     compiled = make(dkdv.KeyGradients(cutlass.BFloat16, channels, **BOTH, bias=cutlass.Float32, **chosen._asdict()))
-    check(compiled, DKDV_SPILLED, planned.key_shared(channels, False, chosen))
+    check(compiled, DKDV_SPILLED, planned.key_shared_bytes(channels, False, chosen))
 
 
 @slow
@@ -189,7 +189,7 @@ def test_the_pass_of_a_gate(channels):
 )
 def test_dq_of_a_gated_call(channels, length, pair):
     """It needs less: no o."""
-    formula = planned.query_shared(channels, True, planned.query_variant(channels, length, True)) if pair else None
+    formula = planned.query_shared_bytes(channels, True, planned.query_variant(channels, length, True)) if pair else None
     check(query_kernel(channels, length, pair=pair, **GATED), DQ_ALONE_SPILLED, formula)
 
 

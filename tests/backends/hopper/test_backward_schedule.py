@@ -65,7 +65,7 @@ def test_equal_panels_are_shared_by_time(change: int) -> None:
     for panels, n in itertools.product(range(1, 4), range(1, 6)):
         line = [unit for panel in range(panels) for unit in (*[None] * change, *range(panel * n, panel * n + n))]
         for time in range(len(line) + 1):
-            assert schedule.reached(time, n, change) == sum(unit is not None for unit in line[:time])
+            assert schedule.count_units(time, n, change) == sum(unit is not None for unit in line[:time])
         for panel in range(panels):
             assert line[schedule.first_row(panel, n, change)] == panel * n
 
@@ -87,7 +87,7 @@ def test_the_parts_of_a_deterministic_sum_are_found(panels: int, n: int, blocks:
     at_work: dict[int, set[int]] = {}
     for block in range(blocks):
         times = (min(x * each, panels * (n + change)) for x in (block, block + 1))
-        for unit in range(*(schedule.reached(time, n, change) for time in times)):
+        for unit in range(*(schedule.count_units(time, n, change) for time in times)):
             at_work.setdefault(unit // n, set()).add(block)
     slots = [panel + block for panel, of_panel in at_work.items() for block in of_panel]
     assert len(set(slots)) == len(slots)

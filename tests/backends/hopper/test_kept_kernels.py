@@ -22,14 +22,14 @@ from evoattn.compile import cache  # noqa: E402
 from tests.helpers.kept_kernels import kept, new_process  # noqa: E402
 
 
-def kernel(channels: int = 32) -> launch.Kernel:
+def kernel(channels: int = 32) -> launch.KernelVariant:
     """One that compiles in 0.3 s."""
     return Statistics(cutlass.BFloat16, channels, dlse=False)
 
 
 def compile_all(*channels: int) -> None:
     """Kernels that can be called, one after another."""
-    assert all(callable(ahead.compiled(kernel(c))) for c in channels)
+    assert all(callable(ahead.load_kernel(kernel(c))) for c in channels)
 
 
 @pytest.fixture
@@ -47,12 +47,12 @@ def read_again(monkeypatch: pytest.MonkeyPatch, channels: int = 32) -> None:
     with monkeypatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("error")
         patch.setattr(launch, "build", lambda kernel: pytest.fail("compiled again"))
-        assert callable(ahead.compiled(kernel(channels)))
+        assert callable(ahead.load_kernel(kernel(channels)))
 
 
 def test_a_kept_kernel_is_read_again(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    function = ahead.compiled(kernel())
-    assert ahead.compiled(kernel()) is function
+    function = ahead.load_kernel(kernel())
+    assert ahead.load_kernel(kernel()) is function
     (file,) = kept(folder)
     assert file.name.startswith(kernel().name)
     assert file.stat().st_mode & 0o777 == 0o644, "whoever shares the folder may read it"
@@ -78,7 +78,7 @@ def turn_a_bit(file: pathlib.Path) -> None:
 
 def of_another_version(file: pathlib.Path) -> None:
     """A whole file that does not have the kernel."""
-    ahead.compiled(kernel(64))
+    ahead.load_kernel(kernel(64))
     (other,) = set(kept(file.parent.parent)) - {file}
     os.replace(other, file)
 
@@ -103,7 +103,7 @@ DAMAGE = {
 def test_a_damaged_kernel_is_ignored_with_one_warning_and_made_anew(
     damage: Callable[[pathlib.Path], None], folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ahead.compiled(kernel())
+    ahead.load_kernel(kernel())
     (file,) = kept(folder)
     size = file.stat().st_size
     damage(file)
@@ -116,7 +116,7 @@ def test_a_damaged_kernel_is_ignored_with_one_warning_and_made_anew(
 
 
 def test_a_kernel_that_cannot_be_read_is_made_anew(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead.compiled(kernel())
+    ahead.load_kernel(kernel())
     new_process()
 
     def refuse(path: pathlib.Path) -> bytes:
@@ -131,7 +131,7 @@ def test_a_kernel_that_cannot_be_read_is_made_anew(folder: pathlib.Path, monkeyp
 
 
 def test_a_folder_in_the_place_of_a_kernel_does_not_stop_a_call(folder: pathlib.Path) -> None:
-    ahead.compiled(kernel())
+    ahead.load_kernel(kernel())
     make_a_folder(kept(folder)[0])
     new_process()
     with pytest.warns(UserWarning, match="does not load|cannot be written"):
@@ -157,23 +157,23 @@ def test_a_full_disk_costs_one_warning(folder: pathlib.Path, monkeypatch: pytest
     assert len(seen) == 1
     assert kept(folder) == []
     new_process()
-    ahead.compiled(kernel())
+    ahead.load_kernel(kernel())
     read_again(monkeypatch)
 
 
 def test_a_folder_that_is_deleted_while_it_is_used_is_made_again(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two kernels, and during a write."""
-    ahead.compiled(kernel())
+    ahead.load_kernel(kernel())
     shutil.rmtree(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ahead.compiled(kernel(64))
+        ahead.load_kernel(kernel(64))
         assert len(kept(folder)) == 1
     with monkeypatch.context() as patch:
         patch.setattr(cache.os, "fsync", lambda handle: shutil.rmtree(folder))
         with pytest.warns(UserWarning, match="cannot be written"):
             compile_all(16)
-    ahead.compiled(kernel(8))
+    ahead.load_kernel(kernel(8))
     assert len(kept(folder)) == 1
     read_again(monkeypatch, channels=8)
 
@@ -186,19 +186,19 @@ def test_a_kernel_that_is_not_kept_needs_no_file(folder: pathlib.Path, monkeypat
     monkeypatch.setattr(cache.tempfile, "mkstemp", refuse)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        first, second = ahead.compiled(kernel()), ahead.compiled(kernel(64))
+        first, second = ahead.load_kernel(kernel()), ahead.load_kernel(kernel(64))
     assert callable(first) and callable(second) and first is not second
     assert not folder.exists()
 
 
 def test_machines_of_another_kind_share_no_kernels(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object file holds code of the host's too: a home folder may be an x86 machine's and a GH200's."""
-    source = ahead.source()
+    source = ahead.digest_source()
     monkeypatch.setattr(ahead.platform, "machine", lambda: "another")
-    ahead.source.cache_clear()
-    assert ahead.source() != source
+    ahead.digest_source.cache_clear()
+    assert ahead.digest_source() != source
     monkeypatch.undo()
-    ahead.source.cache_clear()
+    ahead.digest_source.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -222,10 +222,10 @@ def test_kernels_are_stale_when_their_text_changes(
     copy = tmp_path / "hopper"
     shutil.copytree(ahead.HOPPER, copy)
     monkeypatch.setattr(ahead, "HOPPER", copy)
-    before = ahead.source.__wrapped__()
+    before = ahead.digest_source.__wrapped__()
     with (copy / file).open("a") as text:
         text.write("# changed\n")
-    assert (ahead.source.__wrapped__() != before) is matters
+    assert (ahead.digest_source.__wrapped__() != before) is matters
 
 
 def test_ctrl_c_while_a_kernel_is_compiled(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_ctrl_c_while_a_kernel_is_compiled(folder: pathlib.Path, monkeypatch: py
         for i, c in enumerate(channels):
             signal.setitimer(signal.ITIMER_REAL, 0.01 + 0.03 * i)
             try:
-                ahead.compiled(kernel(c))
+                ahead.load_kernel(kernel(c))
             except KeyboardInterrupt:
                 interrupted += 1
             finally:
@@ -245,7 +245,7 @@ def test_ctrl_c_while_a_kernel_is_compiled(folder: pathlib.Path, monkeypatch: py
     finally:
         signal.signal(signal.SIGALRM, before)
     assert interrupted
-    assert all(callable(ahead.compiled(kernel(c))) for c in channels)
+    assert all(callable(ahead.load_kernel(kernel(c))) for c in channels)
     assert [file.suffix for file in kept(folder)] == [".o"] * len(channels)
     for c in channels:
         read_again(monkeypatch, c)
@@ -274,7 +274,7 @@ print("ready", flush=True)
 sys.stdin.readline()
 compile, built = launch.build, []
 launch.build = build
-assert callable(ahead.compiled(Statistics(cutlass.BFloat16, 32, dlse=False)))
+assert callable(ahead.load_kernel(Statistics(cutlass.BFloat16, 32, dlse=False)))
 print(len(built))
 """
 
@@ -301,7 +301,7 @@ def test_a_killed_process_leaves_nothing_that_a_later_one_believes(
         os.utime(file, (time.time() - 2 * cache.OLD,) * 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ahead.compiled(kernel())
+        ahead.load_kernel(kernel())
     (file,) = kept(folder)
     assert file.suffix == ".o", "what the killed process left is removed"
     read_again(monkeypatch)

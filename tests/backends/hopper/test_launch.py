@@ -22,7 +22,7 @@ from evoattn.backends.hopper.planner import Workspace  # noqa: E402
 CPU = torch.device("cpu", 0)
 
 
-class Copy(launch.Kernel):
+class Copy(launch.KernelVariant):
     """Two tensors of one size, a third that may be missing, and a number."""
 
     def __init__(self, third: bool = True):
@@ -41,7 +41,7 @@ class Copy(launch.Kernel):
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The arguments of every launch; nothing is compiled."""
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(launch, "compiled", lambda kernel: lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(launch, "load_kernel", lambda kernel: lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
     return calls
 
@@ -112,7 +112,7 @@ def test_one_thread_at_a_time_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getattr__(self, function: str) -> str:
             return names[function]
 
-    def build(kernel: launch.Kernel) -> Made:
+    def build(kernel: launch.KernelVariant) -> Made:
         at_once.append(inside.acquire(blocking=False))
         time.sleep(0.05)
         inside.release()
@@ -127,14 +127,14 @@ def test_one_thread_at_a_time_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, kernel in enumerate(kernels):
         kernel.name = f"thread {number}"
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        assert list(pool.map(ahead.compiled, 2 * kernels)) == 2 * [kernel.name for kernel in kernels]
+        assert list(pool.map(ahead.load_kernel, 2 * kernels)) == 2 * [kernel.name for kernel in kernels]
     assert at_once == [True] * 3, "one at a time, and each kernel once"
 
 
 def test_a_driver_without_memory_raises_what_callers_catch() -> None:
     result = clusters.driver.CUresult
     with pytest.raises(torch.OutOfMemoryError, match="CUDA_ERROR_OUT_OF_MEMORY"):
-        clusters.checked((result.CUDA_ERROR_OUT_OF_MEMORY,))
+        clusters.check_status((result.CUDA_ERROR_OUT_OF_MEMORY,))
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
-        clusters.checked((result.CUDA_ERROR_INVALID_VALUE,))
-    assert clusters.checked((result.CUDA_SUCCESS, 3)) == 3
+        clusters.check_status((result.CUDA_ERROR_INVALID_VALUE,))
+    assert clusters.check_status((result.CUDA_SUCCESS, 3)) == 3

@@ -191,9 +191,9 @@ def test_the_gradient_of_a_mask_bias_alone(
 ) -> None:
     """The kernel leaves each head's part; heads, and the axes along which the bias is broadcast, are summed after it."""
     parts = torch.randn(2, 3, 4, 65)
-    note = launch.compiled
+    note = launch.load_kernel
 
-    def compiled(kernel: launch.Kernel) -> Any:
+    def compiled(kernel: launch.KernelVariant) -> Any:
         def run(*arguments: Any) -> None:
             note(kernel)(*arguments)
             if isinstance(kernel, backward_launches.KeyGradients):
@@ -201,7 +201,7 @@ def test_the_gradient_of_a_mask_bias_alone(
 
         return run
 
-    monkeypatch.setattr(launch, "compiled", compiled)
+    monkeypatch.setattr(launch, "load_kernel", compiled)
     case = testing.Case("mask", lead=(2,), n=3, h=4, lq=70, lk=65, d=32, dtype=torch.bfloat16, mask_bias="finite")
     inputs = dataclasses.replace(case, pair_bias="b1hqk", bias_dtype=bias_dtype).make(seed=1)
     pair = inputs.pair_bias.to(torch.bfloat16)  # type: ignore[union-attr]

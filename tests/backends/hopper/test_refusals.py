@@ -116,15 +116,15 @@ def test_a_scale_is_taken_apart_exactly(scale: float) -> None:
 
 @pytest.mark.parametrize("scale", [8**-0.5, 64**-0.5, 1.0, 0.1, 3e-5, -3e-5])
 def test_a_scale_that_a_log_sum_exp_is_divided_by_in_float16(scale: float) -> None:
-    """A sum of scores that a float16 bias can make fits into float16, divided by the scale and by STEP; usual scales stay."""
+    """A sum of scores that a float16 bias can make fits into float16, divided by scale and FLOAT16_STEP; usual scales stay."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
     from evoattn.backends.hopper.forward_plan import split_scale
-    from evoattn.backends.hopper.kernels.statistics import STEP
+    from evoattn.backends.hopper.kernels.statistics import FLOAT16_STEP
 
-    factor, unit = split_scale(scale, 2.0 / STEP)
+    factor, unit = split_scale(scale, 2.0 / FLOAT16_STEP)
     assert factor * unit == scale and math.frexp(abs(factor))[0] == 0.5
     assert (factor == 1.0) == (scale >= 64**-0.5)
-    assert 66_000 / unit / STEP < torch.finfo(torch.float16).max
+    assert 66_000 / unit / FLOAT16_STEP < torch.finfo(torch.float16).max
 
 
 FEW = {"lq": 32, "lk": 64}

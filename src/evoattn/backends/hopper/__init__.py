@@ -36,15 +36,16 @@ _CAPABILITY = (9, 0)
 _COMPILER = "evoattn.backends.hopper.launch"
 _CHANNELS = (8, 16, 24, 32, 48, 64)
 _DTYPES = (torch.float16, torch.bfloat16)
-_BIASES = (torch.float16, torch.bfloat16, torch.float32)
+_MASK_BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-_LEAST_SCALE, _MOST_SCALE = 2.0**-5, 2.0**12
-"""In float16. A power of two of any other scale goes into q, and out of dq: float16 overflows or loses digits."""
+_FLOAT16_SCALES = 2.0**-5, 2.0**12
+"""The least and the largest scale in float16. A power of two of any other goes into q, and out of dq: float16 overflows or
+loses digits."""
 
 _SHORT_QUERIES, _SHORT_KEYS, _SHORT_BACKWARD_KEYS = 32, 64, 32
 """Up to these queries and keys, or for a backward up to so many keys alone, `triton` was faster on an H200."""
 
-_KEYS_OF_ONE_QUERY = {8: 256, 16: 256, 24: 256, 32: 256, 48: 128, 64: 128}
+_SHORT_KEYS_OF_ONE_QUERY = {8: 256, 16: 256, 24: 256, 32: 256, 48: 128, 64: 128}
 """By channels: up to so many keys of one query without a pair bias, `triton` was faster on an H200 (256 keys of 32 channels:
 282 us, here 344). Its kernels for one query take no more keys of more channels."""
 
@@ -88,12 +89,12 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
         )
     if problem.pair_bias not in (None, problem.dtype, torch.float32):
         reasons.append(f"takes a pair_bias of q's dtype or float32, got {dtype_name(problem.pair_bias)}")
-    if problem.mask_bias not in (None, *_BIASES):
+    if problem.mask_bias not in (None, *_MASK_BIAS_DTYPES):
         reasons.append(f"takes a mask_bias in float16, bfloat16 or float32, got {dtype_name(problem.mask_bias)}")
-    if problem.dtype == torch.float16 and problem.scale and not _LEAST_SCALE <= abs(problem.scale) <= _MOST_SCALE:
+    least, most = _FLOAT16_SCALES
+    if problem.dtype == torch.float16 and problem.scale and not least <= abs(problem.scale) <= most:
         reasons.append(
-            f"takes a scale from {_LEAST_SCALE:g} to {_MOST_SCALE:g} in float16, which may not hold q times another,"
-            f" got {problem.scale:g}"
+            f"takes a scale from {least:g} to {most:g} in float16, which may not hold q times another, got {problem.scale:g}"
         )
     if not problem.scores:
         reasons.append("takes no empty tensors")
@@ -115,7 +116,7 @@ def faster(problem: Problem) -> tuple[str, str] | None:
     """
     backward = any(problem.needs)
     short = problem.lq <= _SHORT_QUERIES and problem.lk <= _SHORT_KEYS
-    one = problem.lq == 1 and problem.pair_bias is None and problem.lk <= _KEYS_OF_ONE_QUERY.get(problem.d, 0)
+    one = problem.lq == 1 and problem.pair_bias is None and problem.lk <= _SHORT_KEYS_OF_ONE_QUERY.get(problem.d, 0)
     if short or one or (backward and problem.lk <= _SHORT_BACKWARD_KEYS):
         which = "backward" if backward else "forward"
         return "triton", f"{problem.lq} queries and {problem.lk} keys fill little of the tiles of its {which}"

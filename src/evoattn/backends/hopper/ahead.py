@@ -26,7 +26,7 @@ from evoattn.compile.workers import Task
 from evoattn.core import numerics
 
 if TYPE_CHECKING:
-    from evoattn.backends.hopper.launch import Kernel
+    from evoattn.backends.hopper.launch import KernelVariant
 
 Make = Callable[[], tuple[Plan, tuple[Any, ...]]]
 
@@ -43,7 +43,7 @@ _compiler = threading.Lock()
 
 
 @functools.cache
-def source() -> bytes:
+def digest_source() -> bytes:
     """Digest what a kept kernel depends on besides its name: the kernels' text, the compiler's version, the kind of host.
 
     The compilers for CUDA 12 and 13 have the same version.
@@ -61,7 +61,7 @@ def source() -> bytes:
 
 def _symbol(name: str) -> str:
     """The name of the function of a kernel of this name: no two in one process may share a symbol."""
-    return "evoattn_" + hashlib.sha256(source() + name.encode()).hexdigest()[:24]
+    return "evoattn_" + hashlib.sha256(digest_source() + name.encode()).hexdigest()[:24]
 
 
 def _file(name: str) -> pathlib.Path | None:
@@ -70,7 +70,7 @@ def _file(name: str) -> pathlib.Path | None:
     return None if folder is None else folder / "hopper" / f"{name}-{_symbol(name).removeprefix('evoattn_')}.o"
 
 
-def compiled(kernel: Kernel) -> Any:
+def load_kernel(kernel: KernelVariant) -> Any:
     """Return a kernel as a function; from its file if an earlier process made it.
 
     It is made in a thread of its own. Ctrl-C, or a signal handler that raises, reaches the caller: inside the compiler it would
@@ -85,20 +85,20 @@ def compiled(kernel: Kernel) -> Any:
     return function
 
 
-def _make(kernel: Kernel, result: Future[Any]) -> None:
+def _make(kernel: KernelVariant, result: Future[Any]) -> None:
     """Load or compile a kernel unless another thread has done so meanwhile."""
     name = kernel.name
     with _compiler:
         try:
             if name not in functions:
-                load = functools.partial(_loaded, symbol=_symbol(name))
+                load = functools.partial(_load, symbol=_symbol(name))
                 functions[name] = cache.code(_file(name), load, lambda: _object_file(kernel))
             result.set_result(functions[name])
         except BaseException as error:  # raised to the caller, whatever it is
             result.set_exception(error)
 
 
-def _object_file(kernel: Kernel) -> bytes:
+def _object_file(kernel: KernelVariant) -> bytes:
     from evoattn.backends.hopper.launch import build
 
     symbol = _symbol(kernel.name)
@@ -108,7 +108,7 @@ def _object_file(kernel: Kernel) -> bytes:
         return file.read()
 
 
-def _loaded(data: bytes, symbol: str) -> Any:
+def _load(data: bytes, symbol: str) -> Any:
     """The function of an object file."""
     handle = os.memfd_create(symbol)
     with open(handle, "wb") as file:
@@ -120,7 +120,7 @@ def _loaded(data: bytes, symbol: str) -> Any:
     return function
 
 
-def begin(kernels: Iterable[Kernel]) -> None:
+def begin(kernels: Iterable[KernelVariant]) -> None:
     """Have kernels that are not kept compiled in other processes, while this one comes to them in this order."""
     missing = [_needed(kernel) for kernel in kernels if kernel.name not in functions]
     first_calls.begin("hopper", {one.name: one.task for one in missing if one.path is not None and not one.bytes})
@@ -131,12 +131,12 @@ def needed(make: Make) -> list[Needed]:
     return [_needed(kernel) for kernel in dict.fromkeys(make()[0].kernels)]
 
 
-def _needed(kernel: Kernel) -> Needed:
+def _needed(kernel: KernelVariant) -> Needed:
     path = _file(kernel.name)
     return Needed(kernel.name, kernel.name, path, cache.code_bytes(path), Task(f"{__name__}:keep", (kernel, path)))
 
 
-def keep(kernel: Kernel, path: pathlib.Path | None) -> int:
+def keep(kernel: KernelVariant, path: pathlib.Path | None) -> int:
     """Compile a kernel and write its file, for other processes, unless one of them has. This one does not load it.
 
     Returns:

@@ -16,7 +16,7 @@ from evoattn.backends.hopper.kernels.dkdv import KeyGradients
 from evoattn.backends.hopper.kernels.dq import QueryGradients
 from evoattn.backends.hopper.kernels.dq_sum import PanelSum
 from evoattn.backends.hopper.kernels.fused import FusedGradients
-from evoattn.backends.hopper.kernels.statistics import STEP, TILE, Statistics
+from evoattn.backends.hopper.kernels.statistics import FLOAT16_STEP, TILE_WORDS, Statistics
 from evoattn.backends.hopper.launch import types
 from evoattn.backends.hopper.memory import KeyTerms, floats, split_scale
 from evoattn.backends.hopper.planner import Planner
@@ -97,7 +97,7 @@ class BackwardChoices:
     fused: int | None  # tiles of queries of `FusedGradients`, if that finds all gradients
     query: QueryVariant | None  # of `QueryGradients`, if it runs
     key: KeyVariant | None  # of `KeyGradients`, if it runs
-    skips: bool  # whether these two skip masked rows
+    skips: bool  # whether these two skip the rows that a mask leaves no key
     groups: HeadGroups  # heads that are launched together
     clusters: int  # of `QueryGradients`; a block without others is one
     key_blocks: int  # blocks of `KeyGradients`
@@ -140,7 +140,7 @@ class BackwardChoices:
     @property
     def stats(self) -> Tensor:
         """The layout of the statistics of a group's queries."""
-        return floats(self.groups.b, self.problem.n, self.groups.h, self.panels * TILE)
+        return floats(self.groups.b, self.problem.n, self.groups.h, self.panels * TILE_WORDS)
 
 
 def choose_kernels(problem: Problem, inputs: Inputs, *, scale: float, dlse: bool, gated: bool) -> BackwardChoices:
@@ -166,8 +166,8 @@ def choose_kernels(problem: Problem, inputs: Inputs, *, scale: float, dlse: bool
     heads = groups.b * groups.h
     clustered = query is not None and query.cluster > 1
     at_once = resident_clusters(query.cluster, SHARED, q.device) if query is not None and clustered else processors
-    # KeyGradients takes lse / unit in float16, up to STEP times its largest; with a pair bias lse goes to 65,504
-    factor, unit = split_scale(scale, 2.0 / STEP) if q.dtype == torch.float16 and pair else split_scale(scale)
+    # KeyGradients takes lse / unit in float16, up to FLOAT16_STEP times its largest; with a pair bias lse goes to 65,504
+    factor, unit = split_scale(scale, 2.0 / FLOAT16_STEP) if q.dtype == torch.float16 and pair else split_scale(scale)
     idle_warp = key is not None and key.streams + bool(key.ring) < 4
     gradient = PairGradient.of(pair_bias, problem, idle_warp=idle_warp) if pair_bias is not None and needs.pair_bias else None
     return BackwardChoices(

@@ -10,7 +10,7 @@ from cuda.bindings import driver
 
 from evoattn.core import devices
 
-_NOTHING = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
+_EMPTY_KERNEL = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
 
 
 def resident_clusters(size: int, shared: int, device: torch.device) -> int:
@@ -20,30 +20,30 @@ def resident_clusters(size: int, shared: int, device: torch.device) -> int:
         RuntimeError: a part of a card that has been divided may be too small for any.
     """
     card = devices.planned()
-    return of_this_machine(size, shared, device) if card is None else card.clusters_of(size)
+    return count_on_this_machine(size, shared, device) if card is None else card.clusters_of(size)
 
 
 @functools.cache
-def of_this_machine(size: int, shared: int, device: torch.device) -> int:
+def count_on_this_machine(size: int, shared: int, device: torch.device) -> int:
     number = torch.cuda.current_device() if device.index is None else device.index
-    context = checked(driver.cuDevicePrimaryCtxRetain(number))  # torch's; a thread of autograd may have none current
-    checked(driver.cuCtxPushCurrent(context))
+    context = check_status(driver.cuDevicePrimaryCtxRetain(number))  # torch's; a thread of autograd may have none current
+    check_status(driver.cuCtxPushCurrent(context))
     try:
-        clusters = _ask(size, shared)
+        clusters = _count(size, shared)
     finally:
-        checked(driver.cuCtxPopCurrent())
-        checked(driver.cuDevicePrimaryCtxRelease(number))
+        check_status(driver.cuCtxPopCurrent())
+        check_status(driver.cuDevicePrimaryCtxRelease(number))
     if clusters == 0:
         raise RuntimeError(f"this device has no room for {size} blocks that work together: name backend='triton'")
     return clusters
 
 
-def _ask(size: int, shared: int) -> int:
-    module = checked(driver.cuModuleLoadData(_NOTHING))
+def _count(size: int, shared: int) -> int:
+    module = check_status(driver.cuModuleLoadData(_EMPTY_KERNEL))
     try:
-        kernel = checked(driver.cuModuleGetFunction(module, b"nothing"))
+        kernel = check_status(driver.cuModuleGetFunction(module, b"nothing"))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        checked(driver.cuFuncSetAttribute(kernel, limit, shared))
+        check_status(driver.cuFuncSetAttribute(kernel, limit, shared))
         shape = driver.CUlaunchAttribute()
         shape.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         value = driver.CUlaunchAttributeValue()
@@ -53,12 +53,12 @@ def _ask(size: int, shared: int) -> int:
         launch.gridDimX, launch.gridDimY, launch.gridDimZ = size, 1, 1
         launch.blockDimX, launch.blockDimY, launch.blockDimZ = 128, 1, 1
         launch.sharedMemBytes, launch.attrs, launch.numAttrs = shared, [shape], 1
-        return int(checked(driver.cuOccupancyMaxActiveClusters(kernel, launch)))
+        return int(check_status(driver.cuOccupancyMaxActiveClusters(kernel, launch)))
     finally:
         driver.cuModuleUnload(module)
 
 
-def checked(answer: tuple[Any, ...]) -> Any:
+def check_status(answer: tuple[Any, ...]) -> Any:
     """The values that the driver returns besides its status."""
     status, *values = answer
     if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:

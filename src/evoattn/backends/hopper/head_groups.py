@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-_LEAST_UNITS = 128
+_LEAST_ROWS_OF_A_PROCESSOR = 128
 """Rows of a panel that a processor has in a group at least: a launch ends with some idle, as much as a few rows take."""
 
 
@@ -38,7 +38,7 @@ class HeadGroups(NamedTuple):
         b, _, h, _, _ = q.shape
         if streamed is None or streamed.shape[1] != h:
             return cls(b, h, ((0, 0),))
-        least = -(-_LEAST_UNITS * processors // units)
+        least = -(-_LEAST_ROWS_OF_A_PROCESSOR * processors // units)
         group_h, group_b = divisor(h, least), b
         if streamed.shape[0] == b:
             group_b = divisor(b, -(-least // h)) if group_h == h else 1

@@ -17,7 +17,7 @@ import tvm_ffi
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream
 
-from evoattn.backends.hopper.ahead import compiled
+from evoattn.backends.hopper.ahead import load_kernel
 
 types = {
     torch.bfloat16: cutlass.BFloat16,
@@ -94,7 +94,7 @@ def live_rows_spec() -> tuple[TensorSpec, TensorSpec]:
     return order, TensorSpec(Int32, (c, panels), (sym_stride(), 1), 4)
 
 
-class Kernel:
+class KernelVariant:
     """A variant of a kernel: a frozen dataclass whose fields are all that its code depends on.
 
     Subclasses give `arguments`, and `__call__`, which starts the kernel in its host function's own language.
@@ -138,7 +138,7 @@ def symbols(specs: tuple[Any, ...]) -> list[Any]:
 class CompiledEntry:
     """A kernel as it is compiled: it takes the numbers of all symbols at once, and addresses in place of tensors."""
 
-    def __init__(self, kernel: Kernel):
+    def __init__(self, kernel: KernelVariant):
         self.kernel, self.specs = kernel, kernel.arguments()
 
     @cute.jit
@@ -157,7 +157,7 @@ class CompiledEntry:
                 yield None if spec is None else next(values)
 
 
-def build(kernel: Kernel) -> Any:
+def build(kernel: KernelVariant) -> Any:
     """Compile a kernel for compute capability 9.0, on any machine, to be written as an object file.
 
     A function that can be called at once would take 0.2 s more.
@@ -175,13 +175,13 @@ def fits(symbol: Any, value: int, extents: dict[int, int]) -> bool:
     return value % symbol.divisibility == 0 and extents.setdefault(id(symbol), value) == value
 
 
-def planned_strides(spec: TensorSpec, shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
+def fit_strides(spec: TensorSpec, shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
     """The strides of a tensor. An axis of size 1 has any stride that the kernel wants."""
     wanted = [x if isinstance(x, int) else x.divisibility for x in spec.stride]
     return [want if size == 1 else own for size, own, want in zip(shape, stride, wanted, strict=True)]
 
 
-def plan_launch(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[..., None]:
+def plan_launch(kernel: KernelVariant, device: torch.device, *arguments: Any) -> Callable[..., None]:
     """The launch of a kernel for tensors that lie in memory like `arguments`, as a function of their addresses alone.
 
     It takes one for each argument but the numbers, which come last, and passes on those that the variant takes.
@@ -199,7 +199,7 @@ def plan_launch(kernel: Kernel, device: torch.device, *arguments: Any) -> Callab
     positions = [i for i, spec in enumerate(specs) if isinstance(spec, TensorSpec)]
     for spec, argument in zip(specs, arguments, strict=True):
         if isinstance(spec, TensorSpec):
-            values = (*argument.shape, *planned_strides(spec, argument.shape, argument.stride()))
+            values = (*argument.shape, *fit_strides(spec, argument.shape, argument.stride()))
             if not all(fits(symbol, x, extents) for symbol, x in zip(spec.extents(), values, strict=True)):
                 raise ValueError(f"{kernel.name} takes no tensor of shape {tuple(argument.shape)}, strides {argument.stride()}")
         elif spec is not None:
@@ -212,7 +212,7 @@ def plan_launch(kernel: Kernel, device: torch.device, *arguments: Any) -> Callab
     def launch(*addresses: int | None) -> None:
         nonlocal function
         if function is None:
-            function = compiled(kernel)
+            function = load_kernel(kernel)
         function(known, stream(index), *[addresses[i] for i in positions], *numbers)
 
     return launch

@@ -15,7 +15,8 @@ from evoattn.backends.hopper.launch import types
 from evoattn.backends.hopper.planner import Planner
 from evoattn.backends.hopper.tiles import KEYS
 
-_LEAST_SCALE, _MOST_SCALE = 2.0**-12, 2.0**12
+_LEAST_PLAIN_SCALE, _MOST_PLAIN_SCALE = 2.0**-12, 2.0**12
+"""Positive scales between these reach the kernels as they are; of others a power of two goes into q."""
 
 
 def floats(*shape: int) -> Tensor:
@@ -204,7 +205,7 @@ def apply_copies(tensors: tuple[Any, ...], copies: Iterable[tuple[int, Copy]]) -
     return tuple(result)
 
 
-def split_scale(scale: float, least: float = _LEAST_SCALE) -> tuple[float, float]:
+def split_scale(scale: float, least: float = _LEAST_PLAIN_SCALE) -> tuple[float, float]:
     """scale = factor * unit: a factor that goes into q, a sign and a power of two or zero, and what the kernels take.
 
     They want a positive scale, not so far from 1 that a bias divided by it overflows: `least` or more, at most 2.
@@ -212,5 +213,5 @@ def split_scale(scale: float, least: float = _LEAST_SCALE) -> tuple[float, float
     if scale == 0:
         return 0.0, 1.0
     size = abs(scale)
-    power = 1.0 if least <= size <= _MOST_SCALE else 2.0 ** (math.frexp(size)[1] - 2)
+    power = 1.0 if least <= size <= _MOST_PLAIN_SCALE else 2.0 ** (math.frexp(size)[1] - 2)
     return math.copysign(power, scale), size / power

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evoattn.backends import Description, Plan
-from evoattn.backends.hopper.launch import Kernel, plan_launch
+from evoattn.backends.hopper.launch import KernelVariant, plan_launch
 from evoattn.core.config import Config
 
 _ALIGNMENT = 256
@@ -48,11 +48,11 @@ class Planner:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.workspace = Workspace(device)
-        self.kernels: list[Kernel] = []  # those that are launched, each as often as it is
+        self.kernels: list[KernelVariant] = []  # those that are launched, each as often as it is
         self.copies: list[str] = []  # what is copied or laid out anew, "TENSOR: why"
         self.tiles: dict[str, dict[str, int]] = {}  # of each kernel that has tiles of its own
 
-    def plan_launch(self, kernel: Kernel, *arguments: Any) -> Callable[..., None]:
+    def plan_launch(self, kernel: KernelVariant, *arguments: Any) -> Callable[..., None]:
         """Plan a launch of a kernel; see `launch.plan_launch`."""
         self.kernels.append(kernel)
         return plan_launch(kernel, self.device, *arguments)

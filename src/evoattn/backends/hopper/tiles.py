@@ -106,7 +106,7 @@ def query_variant(channels: int, keys: int, pair: bool) -> QueryVariant | None:
         table = _MANY_CHANNELS if channels > 32 else one_block if cluster == 1 else clustered
         for room, groups, slices, stage, stages in table:
             variant = QueryVariant(groups, slices, stage, stages, cluster)
-            if keys <= cluster * room and query_shared(channels, pair, variant) <= SHARED:
+            if keys <= cluster * room and query_shared_bytes(channels, pair, variant) <= SHARED:
                 return variant
     return None
 
@@ -143,7 +143,7 @@ def query_sums(channels: int, pair: bool, groups: int, slices: int, cluster: int
     return pair and cluster == 1 and channels > 16 and groups * slices > 4
 
 
-def query_shared(channels: int, pair: bool, variant: QueryVariant) -> int:
+def query_shared_bytes(channels: int, pair: bool, variant: QueryVariant) -> int:
     """Bytes of shared memory of `QueryGradients`, with a key bias."""
     groups, slices, stage, stages, cluster = variant
     across = pad_channels(channels)
@@ -175,13 +175,13 @@ def key_variant(channels: int, queries: int, pair: bool, skips: bool = False, *,
     least = 2 if channels <= 48 else 3  # stages for which a pair bias that stays leaves room
     staying = [KeyVariant(-(-queries // 64) if pair else 0, 0, False, streams, stages) for stages in range(4, least - 1, -1)]
     streaming = [KeyVariant(0, ring, float32_tiles, streams, stages) for stages in (4, 3, 2)]
-    variant = next(x for x in (*staying, *streaming) if key_shared(channels, skips, x) <= SHARED)
+    variant = next(x for x in (*staying, *streaming) if key_shared_bytes(channels, skips, x) <= SHARED)
     own_tiles = variant._replace(own_tiles=True)
     # as if it skips rows, also if it does not: `skips_rows` compares the two variants
-    return own_tiles if key_shared(channels, True, own_tiles) <= SHARED else variant
+    return own_tiles if key_shared_bytes(channels, True, own_tiles) <= SHARED else variant
 
 
-def key_shared(channels: int, skips: bool, variant: KeyVariant) -> int:
+def key_shared_bytes(channels: int, skips: bool, variant: KeyVariant) -> int:
     """Bytes of shared memory of `KeyGradients`: `blocks` tiles of the pair bias that stay, or `ring` that stream."""
     blocks, ring, float32_tiles, streams, stages, own_tiles = variant
     across = pad_channels(channels)
@@ -205,7 +205,7 @@ def fused_tiles(problem: Problem, processors: int) -> int | None:
 
 
 def skips_rows(problem: Problem) -> bool:
-    """Return whether the two kernels skip masked rows.
+    """Return whether the two kernels skip the rows that a mask leaves no key.
 
     They do not if a tile of zeros would take a stage: with 48 channels and no pair bias.
     """

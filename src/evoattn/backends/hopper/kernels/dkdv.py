@@ -23,9 +23,9 @@ from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.kernels import dkdv_consumer as consumer
 from evoattn.backends.hopper.kernels.dkdv_producer import produce, produce_bias
-from evoattn.backends.hopper.kernels.statistics import TILE
+from evoattn.backends.hopper.kernels.statistics import TILE_WORDS
 from evoattn.backends.hopper.launch import (
-    Kernel,
+    KernelVariant,
     TensorSpec,
     float32_spec,
     lines_spec,
@@ -54,7 +54,7 @@ class KeyArguments(
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyGradients(Kernel):
+class KeyGradients(KernelVariant):
     """One variant of the kernel. Sizes, strides and scale are known when it runs."""
 
     dtype: Any  # cutlass type of q, k and v
@@ -64,7 +64,7 @@ class KeyGradients(Kernel):
     key_bias: bool  # whether there is a key bias
     bias: Any = None  # cutlass type of the pair bias, if it is not dtype
     mask_gradient: bool = False  # whether the gradient of the mask bias is wanted
-    # whether a warp that has nothing to bring in rounds d(pair bias), which `QueryGradients` added up in float32, to dtype.
+    # whether a warp that loads nothing rounds d(pair bias), which `QueryGradients` added up in float32, to dtype.
     rounds: bool = False
     skips: bool = False  # whether it does the rows alone that a mask leaves to each panel, which `live_rows` knows
     clears: bool = False  # whether it also clears dq of the rows that `QueryGradients` leaves out then
@@ -150,7 +150,7 @@ class KeyGradients(Kernel):
         new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
         sQ, sdO, sK = new(lq), new(lq), new(lk)
         # Not at the end: a product reads their 8 channels twice, where memcheck sees it read 16 that lie side by side.
-        sStats = smem.allocate_array(Float32, buffers * TILE, byte_alignment=128)
+        sStats = smem.allocate_array(Float32, buffers * TILE_WORDS, byte_alignment=128)
         sOut = new(lo)
         sQt, sdOt = cute.make_tensor(sQ.iterator, lqt.outer), cute.make_tensor(sdO.iterator, lqt.outer)
         pair_layout = cute.make_layout((4, 128, 8 * max(self.blocks, 1)), stride=(1, 4, 512))
@@ -209,7 +209,7 @@ class KeyGradients(Kernel):
                     clears = ((copy_dK, copy_dV), copy_dQ if const_expr(self.clears) else None, (LQ + 15) // 16)
                     warps = 4 - busy
                     clear_skipped(
-                        self, live, sizes, self.output_tiles, clears, args.mdMask, bid * warps + 3 - producer,
+                        live, sizes, self.output_tiles, clears, args.mdMask, bid * warps + 3 - producer,
                         blocks * warps, lane,
                     )  # fmt: skip
             if const_expr(self.rounds):

@@ -16,18 +16,18 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from evoattn.backends.hopper.kernels.key_bias import TERMS
-from evoattn.backends.hopper.kernels.statistics import TILE, delta_units, step_of
+from evoattn.backends.hopper.kernels.statistics import TILE_WORDS, delta_units, step_of
 from evoattn.backends.hopper.lib.copies import store_accumulator, store_tile
 from evoattn.backends.hopper.lib.live_rows import LineSizes, LiveRows, next_panel
 from evoattn.backends.hopper.lib.primitives import (
     exp2,
-    finite,
-    multiply,
+    hide,
+    make_finite,
+    make_wgmma,
     narrow,
     pin_registers,
     select_quad,
     three_terms,
-    unseen,
 )
 from evoattn.backends.hopper.lib.ring import Ring, Slot, sleep_until
 from evoattn.backends.hopper.lib.schedule import Span
@@ -47,7 +47,7 @@ class KeyOperands(
     """
 
 
-class KeyRow(namedtuple("KeyRow", "copy source terms")):
+class KeyRow(namedtuple("KeyRow", "copy source rTerms")):
     """The copy of a row's k and v into registers, and the terms of the key bias of a thread's two keys."""
 
 
@@ -64,10 +64,10 @@ class KeyRings:
         return dataclasses.replace(self, queries=self.queries.at(first, stages))
 
 
-def fragments(variant, shared, buffers, wg_tid, t4, lane):
+def make_fragments(variant, shared, buffers, wg_tid, t4, lane):
     """The operands of the products, and a `KeyRow`; `shared`: q, dO, both transposed, statistics, and k with v."""
     sQ, sdO, sQt, sdOt, sStats, sK = shared
-    mma_S, mma_dK = multiply(variant.dtype, False, K, SLICE), multiply(variant.dtype, False, MN, 16 * variant.steps)
+    mma_S, mma_dK = make_wgmma(variant.dtype, False, K, SLICE), make_wgmma(variant.dtype, False, MN, 16 * variant.steps)
     tSrQ, tdPrdO = (
         mma_S.make_fragment_B(
             mma_S.get_slice(wg_tid).partition_B(cute.local_tile(x, (SLICE, pad_channels(variant.channels)), (None, 0, None)))
@@ -80,7 +80,7 @@ def fragments(variant, shared, buffers, wg_tid, t4, lane):
     # the words of a query fill 8 of 16 channels; the other 8 are the same again, see `load_keys`
     words = cute.make_tensor(
         cute.recast_ptr(sStats, dtype=variant.dtype),
-        cute.make_layout(((8, 4), (8, 2), (2, buffers)), stride=((8, 64), (1, 0), (8 * SLICE, 2 * TILE))),
+        cute.make_layout(((8, 4), (8, 2), (2, buffers)), stride=((8, 64), (1, 0), (8 * SLICE, 2 * TILE_WORDS))),
     )
     tSrStats = mma_S.make_fragment_B(mma_S.get_slice(wg_tid).partition_B(words))
     acc_S, acc_dP = (mma_S.make_fragment_C(mma_S.partition_shape_C((MMA_M, SLICE))) for _ in range(2))
@@ -91,17 +91,17 @@ def fragments(variant, shared, buffers, wg_tid, t4, lane):
     ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), variant.dtype)
     loads = cute.make_tiled_copy_A(ldmatrix, mma_S).get_slice(wg_tid)
     row = KeyRow(loads, loads.partition_S(sK), cute.make_rmem_tensor(6, Int32))
-    row.terms.fill(0)
+    row.rTerms.fill(0)
     right = (tSrQ, tdPrdO, tdKrQ, tdVrdO, tSrStats)
     return KeyOperands(acc_S, acc_dP, acc_dK, acc_dV, tSrK, tdPrV, tSrKeyTerms, tdPrUnits, *right), row
 
 
-def load_key_bias(variant, own_terms, mTerms, bias_row, first_key):
+def load_key_bias(variant, rTerms, mTerms, bias_row, first_key):
     """Load the terms of the key bias of this thread's two keys: words hi mid, lo hi, and veto veto."""
     words = cute.recast_tensor(mTerms, Int32)
     for x in range(2):
         for y, word in enumerate((0, 1) if variant.dtype is BFloat16 else (0, 1, 3)):
-            own_terms[3 * x + y] = words[bias_row, (first_key + 8 * x) * (TERMS // 2) + word]
+            rTerms[3 * x + y] = words[bias_row, (first_key + 8 * x) * (TERMS // 2) + word]
 
 
 def load_keys(variant, operands, row, tiles, t4, inverse):
@@ -116,16 +116,17 @@ def load_keys(variant, operands, row, tiles, t4, inverse):
     key for S again   0   0   0   t1  veto  0   0   0
     key for dP        0   0   0   0   u2    0   u0  u1    `fill_delta_units`; the second time all are 0
 
-    t are terms of the key's bias / scale; veto is 0 in bfloat16. float16 counts l and t in STEP, which also stands for 1.
+    t are terms of the key's bias / scale; veto is 0 in bfloat16. float16 counts l and t in steps of FLOAT16_STEP, which also
+    stands for 1.
     """
-    own_terms, tSrKeyTerms = row.terms, operands.tSrKeyTerms
+    rTerms, tSrKeyTerms = row.rTerms, operands.tSrKeyTerms
     for tile, to in zip(tiles, (operands.tSrK, operands.tdPrV), strict=True):
         cute.copy(row.copy, row.source[None, None, None, tile], row.copy.retile(to))
     step, zero = step_of(variant.dtype), variant.dtype(0.0)
     # The next row is loaded early. The compiler would unpack it right after the load, and so wait for memory there.
     words = cute.make_rmem_tensor(6, Int32)
     for x in range(6):
-        words[x] = unseen(own_terms[x])
+        words[x] = hide(rTerms[x])
     one, parts = variant.dtype(step), cute.recast_tensor(words, variant.dtype)
     for x in range(2):
         hi, mid, lo, veto = (parts[6 * x + y] for y in (0, 1, 2, 4))
@@ -152,7 +153,7 @@ def fill_delta_units(variant, tdPrUnits, t4, lane):
     pin_registers(tdPrUnits, lane)
 
 
-def load_pair_bias(variant, thread_bias, mPair, u, b, h, first_key, t4, LQ, LK, inverse):
+def load_pair_bias(thread_bias, mPair, u, b, h, first_key, t4, LQ, LK, inverse):
     """Load this thread's part of slice u of the pair bias, as the accumulators of the scores hold it."""
     b, h = b % mPair.shape[0], h % mPair.shape[1]
     for x in range(4):
@@ -160,7 +161,7 @@ def load_pair_bias(variant, thread_bias, mPair, u, b, h, first_key, t4, LQ, LK, 
         for y in range(4):
             key, q = first_key + y // 2 * 8, u * SLICE + 8 * x + 2 * t4 + y % 2
             bias = mPair[b, h, cutlass.min(q, LQ - 1), cutlass.min(key, LK - 1)].to(Float32)
-            values[y] = finite(bias) * inverse
+            values[y] = make_finite(bias) * inverse
         cute.autovec_copy(values, thread_bias[None, 4 * u + x])
 
 
@@ -174,31 +175,32 @@ def load_bias(variant, acc_S, bias, u, inverse):
                 acc_S[4 * x + y] = four[y] if bias.element_type is Float32 else four[y].to(Float32) * inverse
 
 
-def scores(variant, operands, part, stage):
-    """Issue S = K Q^T + biases - LSE and dP = V dO^T - delta of slice `part` of a stage."""
+def issue_scores(variant, operands, part, stage):
+    """Issue S^T and dP^T of slice `part` of a stage; with a pair bias acc_S starts from it."""
     acc_S, acc_dP, _, _, tSrK, tdPrV, tSrKeyTerms, tdPrUnits, tSrQ, tdPrdO, _, _, tSrStats = operands
     for step in range(variant.steps):
-        op = multiply(variant.dtype, False, K, SLICE, step > 0 or variant.pair)
+        op = make_wgmma(variant.dtype, False, K, SLICE, step > 0 or variant.pair)  # S^T = K Q^T + pair bias
         cute.gemm(op, acc_S, tSrK[None, None, step], tSrQ[None, None, step, part, stage], acc_S)
-    op = multiply(variant.dtype, False, K, SLICE)
+    op = make_wgmma(variant.dtype, False, K, SLICE)  # S^T += key bias - LSE
     cute.gemm(op, acc_S, tSrKeyTerms[None, None, 0], tSrStats[None, None, 0, (part, stage)], acc_S)
-    op = multiply(variant.dtype, False, K, SLICE, False)
+    op = make_wgmma(variant.dtype, False, K, SLICE, False)  # dP^T = -delta
     cute.gemm(op, acc_dP, tdPrUnits[None, None, 0], tSrStats[None, None, 0, (part, stage)], acc_dP)
     for step in range(variant.steps):
-        op = multiply(variant.dtype, False, K, SLICE)
+        op = make_wgmma(variant.dtype, False, K, SLICE)  # dP^T += V dO^T
         cute.gemm(op, acc_dP, tdPrV[None, None, step], tdPrdO[None, None, step, part, stage], acc_dP)
 
 
-def dkdv_products(variant, operands, P, dS, u, stage, started):
-    """Issue dV += P dO and dK += dS Q of slice u of a stage."""
+def issue_dkdv(variant, operands, P, dS, u, stage, started):
+    """Issue dV and dK of slice u of a stage."""
+    # dV += P^T dO, dK += dS^T Q
     for acc, left, right in ((operands.acc_dV, P, operands.tdVrdO), (operands.acc_dK, dS, operands.tdKrQ)):
         for step in range(2):
-            op = multiply(variant.dtype, False, MN, 16 * variant.steps, True if u > 0 or step > 0 else started)
+            op = make_wgmma(variant.dtype, False, MN, 16 * variant.steps, True if u > 0 or step > 0 else started)
             cute.gemm(op, acc, left[step][None, None, 0], right[None, None, u * 2 + step, stage], acc)
 
 
-def gradient(variant, operands, scale, sums):
-    """P and dS of a slice [k,q], in the dtype of a product's left side.
+def compute_dscores(variant, operands, scale, sums):
+    """Return P^T and dS^T of a slice [k,q], in the dtype of a product's left side.
 
     `sums` grow by dS of this thread's two keys, unrounded, where the mask bias has a gradient."""
     acc_S, acc_dP = operands.acc_S, operands.acc_dP
@@ -209,12 +211,12 @@ def gradient(variant, operands, scale, sums):
         d[y] = p[y] * acc_dP[y]
         if variant.mask_gradient:
             sums[y // 2 % 2] += d[y]
-    return left_sides(variant, p), left_sides(variant, d)
+    return make_left_sides(variant, p), make_left_sides(variant, d)
 
 
-def left_sides(variant, values):
+def make_left_sides(variant, values):
     """Convert a slice's 32 columns into two left sides of a product."""
-    mma_dK = multiply(variant.dtype, False, MN, 16 * variant.steps)
+    mma_dK = make_wgmma(variant.dtype, False, MN, 16 * variant.steps)
     operand = []
     for step in range(2):
         a = mma_dK.make_fragment_A(mma_dK.partition_shape_A((MMA_M, 16)))
@@ -225,7 +227,7 @@ def left_sides(variant, values):
 
 
 @cute.jit
-def store_mask_gradient(variant, sums: cute.Tensor, to: cute.Tensor, key: Int32, t4: Int32):
+def store_mask_gradient(sums: cute.Tensor, to: cute.Tensor, key: Int32, t4: Int32):
     """Store the sums of a quad's two keys, each over the four threads that hold its queries; `key` is the first."""
     for x in range_constexpr(2):
         for offset in (1, 2):
@@ -236,7 +238,7 @@ def store_mask_gradient(variant, sums: cute.Tensor, to: cute.Tensor, key: Int32,
 
 
 @cute.jit
-def row_tiles(
+def do_row(
     variant, operands, row, bias: Any, sums: cute.Tensor, rings, scales, more: Boolean, stream: Int32, row_count: Int32, slot,
     bias_slot, NT: Int32, t4: Int32, lane: Int32,
 ):  # fmt: skip
@@ -252,7 +254,7 @@ def row_tiles(
         slot = Slot(arch.make_warp_uniform(slot.stage), slot.phase)
         old_stage = slot.stage
         for u in range_constexpr(2):
-            P, dS = gradient(variant, operands, scale, sums)
+            P, dS = compute_dscores(variant, operands, scale, sums)
             next_slice = 2 * j + u + 1
             if const_expr(u == 1):
                 slot = stream_rings.queries.advance(slot)
@@ -283,9 +285,9 @@ def row_tiles(
             else:
                 load_bias(variant, operands.acc_S, bias, next_slice, inverse)
             warpgroup.fence()
-            scores(variant, operands, 1 - u, stream_rings.queries.index(slot.stage))
+            issue_scores(variant, operands, 1 - u, stream_rings.queries.index(slot.stage))
             warpgroup.commit_group()
-            dkdv_products(variant, operands, P, dS, u, stream_rings.queries.index(old_stage), j > 0)
+            issue_dkdv(variant, operands, P, dS, u, stream_rings.queries.index(old_stage), j > 0)
             warpgroup.commit_group()
             warpgroup.wait_group(1 if u < variant.overlapped else 0)
         if const_expr(variant.overlapped == 2):
@@ -319,7 +321,7 @@ def consume(
     scale, stride_b, stride_n = args.scale, args.stride_b, args.stride_n
     stream, wg_warp, wg_tid = warp_idx // 4, warp_idx % 4, tid % 128
     g, t4 = lane // 4, lane % 4
-    operands, row = fragments(variant, shared[:6], NS * ST, wg_tid, t4, lane)
+    operands, row = make_fragments(variant, shared[:6], NS * ST, wg_tid, t4, lane)
     slot, row_count, time, panel_in_use = rings.queries.start(), Int32(0), span.begin, Boolean(False)
     rows = sRows[None, stream]
     thread_bias = shared.sPair[None, wg_tid, None] if const_expr(variant.resident) else None
@@ -334,7 +336,7 @@ def consume(
             if panel_in_use:
                 arch.barrier(barrier_id=1, number_of_threads=NS * 128)
             for u in cutlass.range(stream, 2 * NT, NS, unroll=2):
-                load_pair_bias(variant, thread_bias, args.mPair, u, b, h, first_key, t4, LQ, LK, inverse)
+                load_pair_bias(thread_bias, args.mPair, u, b, h, first_key, t4, LQ, LK, inverse)
             arch.barrier(barrier_id=1, number_of_threads=NS * 128)
             panel_in_use = Boolean(True)
         position, count = stream, p1 - p0
@@ -342,7 +344,7 @@ def consume(
             if const_expr(variant.key_bias):
                 arch.griddepcontrol_wait()
                 rings.keys.consumer_wait(Slot(stream, row_count & 1))
-                load_key_bias(variant, row.terms, args.mTerms, b * stride_b + rows[row_count & 3] * stride_n, first_key)
+                load_key_bias(variant, row.rTerms, args.mTerms, b * stride_b + rows[row_count & 3] * stride_n, first_key)
             rings.keys.consumer_wait(Slot(stream, row_count & 1))
             load_keys(variant, operands, row, (2 * stream, 2 * stream + 1), t4, inverse)
             stream_rings = rings.at(stream * ST, ST)
@@ -352,7 +354,7 @@ def consume(
             first = shared.sPairTiles[None, wg_tid, None, bias_slot.stage] if const_expr(variant.streamed) else thread_bias
             load_bias(variant, operands.acc_S, first, 0, inverse)
             warpgroup.fence()
-            scores(variant, operands, 0, stream_rings.queries.index(slot.stage))
+            issue_scores(variant, operands, 0, stream_rings.queries.index(slot.stage))
             warpgroup.commit_group()
             warpgroup.wait_group(0)
             rings.keys.consumer_release(stream, lane)  # a product has used k and v: only then have they left shared memory
@@ -361,8 +363,8 @@ def consume(
             if const_expr(variant.key_bias):
                 if more:
                     bias_row = b * stride_b + rows[(row_count + 1) & 3] * stride_n
-                    load_key_bias(variant, row.terms, args.mTerms, bias_row, first_key)
-            slot, bias_slot = row_tiles(
+                    load_key_bias(variant, row.rTerms, args.mTerms, bias_row, first_key)
+            slot, bias_slot = do_row(
                 variant, operands, row, bias, sums, rings, (scale, inverse), more, stream, row_count, slot, bias_slot, NT,
                 t4, lane,
             )  # fmt: skip
@@ -370,7 +372,7 @@ def consume(
                 rings.keys.consumer_release(stream, lane)
             n = rows[row_count & 3]
             if const_expr(variant.mask_gradient):
-                store_mask_gradient(variant, sums, args.mdMask[b, n, h, None], first_key, t4)
+                store_mask_gradient(sums, args.mdMask[b, n, h, None], first_key, t4)
             arch.cp_async_bulk_wait_group(0, read=True)
             arch.sync_warp()
             store_accumulator(operands.acc_dK, (scale, scale), shared.sOut[None, None, warp_idx], lane, variant.dtype)
@@ -388,7 +390,7 @@ def consume(
             # does row 1, and ends at position 4, below 5.
             if position < count + stream:
                 for _ in cutlass.range(NT, unroll=1):
-                    sleep_until(rings.bias.barrier(bias_slot.stage), bias_slot.phase)
+                    sleep_until(rings.bias.full_barrier(bias_slot.stage), bias_slot.phase)
                     rings.bias.consumer_release(bias_slot.stage, lane)
                     bias_slot = rings.bias.advance(bias_slot)
     arch.cp_async_bulk_wait_group(0)

@@ -10,7 +10,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.kernels.statistics import TILE
+from evoattn.backends.hopper.kernels.statistics import TILE_WORDS
 from evoattn.backends.hopper.lib.copies import bulk_load
 from evoattn.backends.hopper.lib.live_rows import LineSizes, LiveRows, next_panel, row_at_rank
 from evoattn.backends.hopper.lib.ring import Slot
@@ -23,7 +23,7 @@ def produce(
     variant, stream: Int32, args, span: Span, sizes: LineSizes, skips_rows: Boolean, sStats: cute.Pointer, rings, copies,
     NT: Int32, lane: Int32, sRows: cute.Tensor,
 ):  # fmt: skip
-    """Bring in what stream s needs: k and v of a row, then its q, do and statistics, a block of queries after the other.
+    """Load the rows of a stream: k and v of a row, then its q, dO and statistics, a tile of queries after the other.
 
     `row_count` is how many rows the stream has begun. `sRows` [4] tells consumers the number n of row t of a stream, at
     t % 4, and that of the next. Four entries are enough: a warp that reads entry t has given k and v back up to row t + 1 at
@@ -56,11 +56,11 @@ def produce(
             arch.griddepcontrol_wait()
             for j in cutlass.range(NT, unroll=1):
                 x = ring.index(slot.stage)
-                ring.producer_acquire(slot, 2 * QUERIES * pad_channels(variant.channels) * 2 + TILE * 4)
+                ring.producer_acquire(slot, 2 * QUERIES * pad_channels(variant.channels) * 2 + TILE_WORDS * 4)
                 copy_Q.load((j, h, n, b), x, ring, slot.stage)
                 copy_dO.load((j, h, n, b), x, ring, slot.stage)
-                tile = cute.local_tile(mStats[b, n, h, None], (TILE,), (j,))
-                to = cute.make_tensor(sStats + x * TILE, cute.make_layout(TILE))
+                tile = cute.local_tile(mStats[b, n, h, None], (TILE_WORDS,), (j,))
+                to = cute.make_tensor(sStats + x * TILE_WORDS, cute.make_layout(TILE_WORDS))
                 with arch.elect_one():
                     bulk_load(tile, to, ring, slot.stage)
                 slot = ring.advance(slot)
@@ -69,7 +69,7 @@ def produce(
 
 @cute.jit
 def produce_bias(variant, args, span: Span, sizes: LineSizes, pair_ring: cute.Pointer, ring, NT: Int32, lane: Int32):
-    """Bring in the tiles of the pair bias, each once for all streams."""
+    """Load the tiles of the pair bias, each once for all streams."""
     NS, mPair, live = variant.streams, args.mPair, LiveRows(args.mOrder, args.mStarts)
     slot, time = ring.start(), span.begin
     while time < span.end:

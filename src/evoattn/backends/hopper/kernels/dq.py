@@ -27,11 +27,11 @@ from evoattn.backends.hopper.kernels import dq_consumer as consumer
 from evoattn.backends.hopper.kernels.dq_producer import produce_keys, produce_rows
 from evoattn.backends.hopper.kernels.dq_sum import QuerySizes, Sums, sum_rows
 from evoattn.backends.hopper.kernels.key_bias import TERMS
-from evoattn.backends.hopper.launch import Kernel, float32_spec, lines_spec, live_rows_spec, pair_bias_spec, sym_sizes
+from evoattn.backends.hopper.launch import KernelVariant, float32_spec, lines_spec, live_rows_spec, pair_bias_spec, sym_sizes
 from evoattn.backends.hopper.lib.copies import TmaTiles, load_tma, store_tma
 from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
-from evoattn.backends.hopper.lib.schedule import Span, change_of, reached, share
+from evoattn.backends.hopper.lib.schedule import Span, change_of, count_units, share
 from evoattn.backends.hopper.tiles import MMA_M, SLICE, pad_channels, query_interleave, query_sums
 
 
@@ -42,14 +42,14 @@ class QueryArguments(
 
     mQ, mK: [b,n,h,l,d]. mPair: the pair bias, [b|1,h|1,q,k]. mTerms: terms of the key bias, [r, keys * TERMS], of at least
     cluster * groups * slices * 32 keys; row n of batch b has r = b * stride_b + n * stride_n. mLSE, mdLSE: [b,n,h,q].
-    mStats: for `KeyGradients`, [b,n,h,tiles of 64 queries * TILE]. mdPair: [b|1,h|1,q,keys], zeroed, lines a multiple of 4
-    long; or, with `partial`, [(clusters + panels) * cluster, slices * 4, groups * 128, 4] for `PanelSum`. mOrder, mStarts:
+    mStats: for `KeyGradients`, [b,n,h,tiles of 64 queries * TILE_WORDS]. mdPair: [b|1,h|1,q,keys], zeroed, lines a multiple
+    of 4 long; or, with `partial`, [(clusters + panels) * cluster, slices * 4, groups * 128, 4] for `PanelSum`. mOrder, mStarts:
     [b,2,n] and [b, panels + 2] as in `live_rows`, or None.
     """
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryGradients(Kernel):
+class QueryGradients(KernelVariant):
     """One variant of the kernel. Sizes, strides and scale are known when it runs."""
 
     dtype: Any  # cutlass type of q, k and v
@@ -69,7 +69,7 @@ class QueryGradients(Kernel):
     stages: int = 3  # stages of a warpgroup
     cluster: int = 1  # blocks that share the keys
     vector: bool = True  # whether lines of the pair bias start on 4 bytes, and the number of keys is even
-    # whether rows whose keys are all masked are skipped, except the first of a block's stretch. `KeyGradients` skips them too,
+    # whether empty rows are skipped, except the first of a block's stretch. `KeyGradients` skips them too,
     # and clears their dq. If keys are interleaved (`query_interleave`), a row that a mask cuts short can end early: after half
     # of a warpgroup's tiles or any later tile (`exits`).
     skips: bool = False
@@ -209,7 +209,7 @@ class QueryGradients(Kernel):
             each = Int32(share(total, blocks))
         begin, end = (Int32(cutlass.min(Int64(x) * each, total)) for x in (bid, bid + 1))
         if const_expr(self.timed):
-            begin, end = reached(begin, N, change), reached(end, N, change)
+            begin, end = count_units(begin, N, change), count_units(end, N, change)
 
         sStats = cute.make_tensor(shared.stats, cute.make_layout((MMA_M, 3)))
 
@@ -218,7 +218,7 @@ class QueryGradients(Kernel):
         copy_dQ = TmaTiles.of(tma_dQ, (16, D), shared.sdQ)
         sizes, span = QuerySizes(N, H, NQ, LQ), Span(begin, end, bid, each, change)
         if warp_idx >= WG * 4:
-            # ================= warps that bring in keys, one for queries, and perhaps one that sums dq
+            # ================= warps that load keys, one that loads queries, and perhaps one that sums dq
             arch.setmaxregister_decrease(registers[1])
             producer = warp_idx - WG * 4
             if producer < self.key_producers:

@@ -21,15 +21,15 @@ from evoattn.backends.hopper.kernels.dq_sum import DLSE, NEG_DELTA, NEG_LSE, ROW
 from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.lib.primitives import (
     MASKED,
-    coefficients,
     exp2,
-    finite,
+    fill_coefficients,
     fma,
+    hide,
+    make_finite,
+    make_wgmma,
     mma_m16n8k16,
-    multiply,
     narrow,
-    packed,
-    unseen,
+    pack_words,
 )
 from evoattn.backends.hopper.lib.ring import Ring, Slot, release
 from evoattn.backends.hopper.lib.schedule import Span, place, stretch
@@ -61,15 +61,15 @@ class QueryOperands(
     """
 
 
-class QueryRow(namedtuple("QueryRow", "copy source tSrQ rdO rO neg_lse neg_delta sStats")):
+class QueryRow(namedtuple("QueryRow", "copy source tSrQ rdO rO rNegLSE rNegDelta sStats")):
     """The copy of a row's q, dO and o into registers, these registers, and the statistics of a thread's two queries.
 
-    neg_lse, neg_delta: -LSE in units of log 2, and -delta. sStats: the numbers of all queries.
+    rNegLSE, rNegDelta: -LSE in units of log 2, and -delta. sStats: the numbers of all queries.
     """
 
 
 def live_tiles(variant, tiles, rank, wg):
-    """The number of tiles that warpgroup s goes through in a row with `tiles` tiles up to the last key that counts."""
+    """The number of tiles that warpgroup `wg` goes through in a row with `tiles` tiles up to the last key that counts."""
     around = variant.cluster * variant.groups
     own = (tiles - rank * variant.groups - wg + around - 1) // around
     ends = (*variant.exits, variant.tiles)
@@ -80,18 +80,18 @@ def live_tiles(variant, tiles, rank, wg):
 def load_queries(variant, row, buffer: Int32, thread):
     """Load q and dO of 64 queries into registers, -LSE in powers of two, and -delta."""
     _, warp_idx, lane = thread
-    copy, source, tSrQ, rdO, rO, neg_lse, neg_delta, sStats = row
+    copy, source, tSrQ, rdO, rO, rNegLSE, rNegDelta, sStats = row
     for x, to in ((0, tSrQ), (2 + buffer, rdO)) if variant.gate else ((0, tSrQ), (1, rO), (2 + buffer, rdO)):
         cute.copy(copy, source[None, None, None, x], copy.retile(to))
     delta = (Float32(0.0), Float32(0.0)) if variant.gate else row_products(variant.dtype, rO, rdO, lane)
     for x in range_constexpr(2):
         q = warp_idx % 4 * 16 + lane // 4 + 8 * x
-        neg_lse[x] = sStats[q, NEG_LSE]
-        neg_delta[x] = -delta[x]
+        rNegLSE[x] = sStats[q, NEG_LSE]
+        rNegDelta[x] = -delta[x]
         if const_expr(variant.dlse):
-            neg_delta[x] = neg_delta[x] + sStats[q, DLSE]
+            rNegDelta[x] = rNegDelta[x] + sStats[q, DLSE]
         if warp_idx < 4 and lane % 4 == 0:
-            sStats[q, NEG_DELTA] = neg_delta[x]
+            sStats[q, NEG_DELTA] = rNegDelta[x]
 
 
 def load_pair_bias(variant, tSsPair, mPair, b, h, q0, first_key, LQ, LK, inverse):
@@ -111,7 +111,7 @@ def load_pair_bias(variant, tSsPair, mPair, b, h, q0, first_key, LQ, LK, inverse
         for x in range(4):
             values = cute.make_rmem_tensor(4, Float32)
             for y in range(4):
-                bias = finite(rPair[y, x].to(Float32)) * inverse
+                bias = make_finite(rPair[y, x].to(Float32)) * inverse
                 values[y] = cutlass.select_(first_key + slice_key(variant, u) + 8 * x + y % 2 < LK, bias, Float32(MASKED))
             cute.autovec_copy(values, tSsPair[None, 4 * u + x])
 
@@ -126,7 +126,7 @@ def load_bias(variant, operands, u, dS=None, LQ=None, next_tile=None):
         return
     tSsPair = operands.tSsPair
     if dS is not None:
-        tSsPair = cute.make_tensor(tSsPair.iterator + (packed(dS[1])[3] & (LQ >> 31)) * 4, tSsPair.layout)
+        tSsPair = cute.make_tensor(tSsPair.iterator + (pack_words(dS[1])[3] & (LQ >> 31)) * 4, tSsPair.layout)
     if next_tile is not None:
         offset = cutlass.select_(next_tile, Int32(u * 2048), Int32(0))
         tSsPair, u = cute.make_tensor(tSsPair.iterator + offset, tSsPair.layout), 0
@@ -135,42 +135,42 @@ def load_bias(variant, operands, u, dS=None, LQ=None, next_tile=None):
         cute.autovec_copy(tSsPair[None, 4 * u + x], four)
 
 
-def scores(variant, operands, buffer, part, ring, stage):
-    """Issue S = Q K^T + biases and dP = dO V^T of slice `part` of a stage of a ring."""
+def issue_scores(variant, operands, buffer, part, ring, stage):
+    """Issue S and dP of slice `part` of a stage of a ring; with a pair bias acc_S starts from it."""
     acc_S, acc_dP, _, _, tSrQ, tdPsdO, tSrAlpha, tSrK, tdPrV, _, tSrTerms, _ = operands
     tdPsdO, stage = tdPsdO[None, None, None, 2 + buffer], ring.index(stage)
     for step in range(variant.steps):
-        op = multiply(variant.dtype, False, K, SLICE, step > 0 or variant.pair)
+        op = make_wgmma(variant.dtype, False, K, SLICE, step > 0 or variant.pair)  # S = Q K^T + pair bias
         cute.gemm(op, acc_S, tSrQ[None, None, step], tSrK[None, None, step, part, stage], acc_S)
     if variant.key_bias:
-        op = multiply(variant.dtype, False, K, SLICE)
+        op = make_wgmma(variant.dtype, False, K, SLICE)  # S += key bias
         cute.gemm(op, acc_S, tSrAlpha[None, None, 0], tSrTerms[None, None, 0, (part, stage)], acc_S)
     for step in range(variant.steps):
-        op = multiply(variant.dtype, True, K, SLICE, step > 0)
+        op = make_wgmma(variant.dtype, True, K, SLICE, step > 0)  # dP = dO V^T
         cute.gemm(op, acc_dP, tdPsdO[None, None, step], tdPrV[None, None, step, part, stage], acc_dP)
 
 
-def dq_product(variant, operands, dS, u, stage):
-    """Issue dQ += dS K of slice u."""
+def issue_dq(variant, operands, dS, u, stage):
+    """Issue dQ of slice u."""
     for step in range(2):
-        op = multiply(variant.dtype, False, MN, 16 * variant.steps, u > 0 or step > 0)
+        op = make_wgmma(variant.dtype, False, MN, 16 * variant.steps, u > 0 or step > 0)  # dQ += dS K
         right = operands.tdQrK[None, None, (u % variant.stage) * 2 + step, stage]
         cute.gemm(op, operands.acc_dQ, dS[step][None, None, 0], right, operands.acc_dQ)
 
 
-def gradient(variant, operands, row, c, u):
+def compute_dscores(variant, operands, row, c, u):
     """dS of slice u, in the dtype of a product's left side; its sum over rows n stays in float32."""
     acc_S, acc_dP, _, acc_dPair, *_ = operands
-    mma_dQ = multiply(variant.dtype, False, MN, 16 * variant.steps)
+    mma_dQ = make_wgmma(variant.dtype, False, MN, 16 * variant.steps)
     p = cute.make_rmem_tensor(16, Float32)
     for y in range(16):
-        p[y] = exp2(fma(acc_S[y], c, row.neg_lse[y // 2 % 2]))
+        p[y] = exp2(fma(acc_S[y], c, row.rNegLSE[y // 2 % 2]))
     operand = []
     for step in range(2):
         d = cute.make_rmem_tensor(8, Float32)
         for y in range(8):
             z = 8 * step + y
-            d[y] = p[z] * (acc_dP[z] + row.neg_delta[y // 2 % 2])
+            d[y] = p[z] * (acc_dP[z] + row.rNegDelta[y // 2 % 2])
             if variant.bias_gradient:
                 acc_dPair[z, u] = acc_dPair[z, u] + d[y]
         a = mma_dQ.make_fragment_A(mma_dQ.partition_shape_A((MMA_M, 16)))
@@ -180,7 +180,7 @@ def gradient(variant, operands, row, c, u):
 
 
 @cute.jit
-def row_tiles(
+def do_row(
     variant, j: cutlass.Constexpr, tiles: Int32, more: Boolean, operands, row, rings, c: Float32, slot, query_phase: Int32,
     LQ: Int32, thread,
 ):  # fmt: skip
@@ -191,12 +191,12 @@ def row_tiles(
     """
     SL, last, lane = variant.stage, (j + 1) * variant.stage - 1, thread[2]
     for u in range_constexpr(j * SL, last):
-        dS = gradient(variant, operands, row, c, u)
+        dS = compute_dscores(variant, operands, row, c, u)
         buffer = arch.make_warp_uniform(query_phase ^ 1)
         load_bias(variant, operands, u + 1, dS, LQ)
         issue_products(variant, operands, dS, u, (u + 1) % SL, buffer, rings.keys, slot.stage, slot.stage)
         warpgroup.wait_group(0)
-    dS = gradient(variant, operands, row, c, last)
+    dS = compute_dscores(variant, operands, row, c, last)
     old_stage, slot = slot.stage, rings.keys.advance(slot)
     if const_expr(j + 1 == variant.tiles):
         if more:
@@ -214,7 +214,7 @@ def row_tiles(
         issue_products(variant, operands, dS, last, 0, buffer, rings.keys, old_stage, slot.stage)
         warpgroup.wait_group(0)
         rings.keys.consumer_release(old_stage, lane)
-        slot, query_phase = row_tiles(variant, j + 1, tiles, more, operands, row, rings, c, slot, query_phase, LQ, thread)
+        slot, query_phase = do_row(variant, j + 1, tiles, more, operands, row, rings, c, slot, query_phase, LQ, thread)
     else:  # the row may end here: what follows is its next tile, or the first of the next row
         row_ends = tiles == j + 1
         if row_ends and more:
@@ -228,7 +228,7 @@ def row_tiles(
         rings.keys.consumer_release(old_stage, lane)
         if not row_ends:
             warpgroup.wait_group(0)
-            slot, query_phase = row_tiles(variant, j + 1, tiles, more, operands, row, rings, c, slot, query_phase, LQ, thread)
+            slot, query_phase = do_row(variant, j + 1, tiles, more, operands, row, rings, c, slot, query_phase, LQ, thread)
     return slot, query_phase
 
 
@@ -238,10 +238,10 @@ def issue_products(variant, operands, dS, u, part, buffer, ring, old_stage, stag
     two_groups: commit the two as wgmma groups of their own, so that dQ can be waited for alone.
     """
     warpgroup.fence()
-    dq_product(variant, operands, dS, u, ring.index(old_stage))
+    issue_dq(variant, operands, dS, u, ring.index(old_stage))
     if two_groups:
         warpgroup.commit_group()
-    scores(variant, operands, buffer, part, ring, stage)
+    issue_scores(variant, operands, buffer, part, ring, stage)
     warpgroup.commit_group()
 
 
@@ -254,11 +254,11 @@ def next_queries(variant, row, rings, query_phase: Int32, thread):
     return query_phase ^ 1
 
 
-def fragments(variant, shared, inverse, wg_tid, t4):
+def make_fragments(variant, shared, inverse, wg_tid, t4):
     """The operands of the products, and what of a `QueryRow` copies a row into registers."""
     sQ, sK, sV, sKt, sTerms, *_ = shared
-    mma_S, mma_dQ = multiply(variant.dtype, False, K, SLICE), multiply(variant.dtype, False, MN, 16 * variant.steps)
-    mma_dP = multiply(variant.dtype, True, K, SLICE)
+    mma_S, mma_dQ = make_wgmma(variant.dtype, False, K, SLICE), make_wgmma(variant.dtype, False, MN, 16 * variant.steps)
+    mma_dP = make_wgmma(variant.dtype, True, K, SLICE)
     thr_S = mma_S.get_slice(wg_tid)
     tSrK = mma_S.make_fragment_B(
         thr_S.partition_B(cute.local_tile(sK, (SLICE, pad_channels(variant.channels)), (None, 0, None)))
@@ -278,10 +278,10 @@ def fragments(variant, shared, inverse, wg_tid, t4):
     acc_dQ = mma_dQ.make_fragment_C(mma_dQ.partition_shape_C((MMA_M, 16 * variant.steps)))
     tSrQ, rdO, rO = (mma_S.make_fragment_A(mma_S.partition_shape_A((MMA_M, pad_channels(variant.channels)))) for _ in range(3))
     tSrAlpha = mma_S.make_fragment_A(mma_S.partition_shape_A((MMA_M, 16)))
-    coefficients(tSrAlpha, inverse, t4, variant.dtype)
+    fill_coefficients(tSrAlpha, inverse, t4, variant.dtype)
     # a zero that the compiler cannot see through: a shared known zero costs 3 instructions a slice in another product
-    words = packed(tSrAlpha)
-    words[2] = words[3] = unseen(Int32(0))
+    words = pack_words(tSrAlpha)
+    words[2] = words[3] = hide(Int32(0))
     ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), variant.dtype)
     loads = cute.make_tiled_copy_A(ldmatrix, mma_S).get_slice(wg_tid)
     acc_dPair = cute.make_rmem_tensor((16, variant.slices if variant.bias_gradient else 1), Float32)
@@ -293,7 +293,7 @@ def row_products(dtype: Any, x: Any, y: Any, lane: Any) -> Any:
     """Return sum_d x * y of this thread's rows g and g + 8: the diagonal of x y^T.
 
     x and y are A fragments [rows, k] of the same 16 rows a warp; 4 small products instead of 60 instructions."""
-    xs, ys = packed(x), packed(y)
+    xs, ys = pack_words(x), pack_words(y)
     low = high = [Float32(0.0)] * 4
     for k in range(cute.size(xs) // 4):
         a = [xs[4 * k + i] for i in range(4)]
@@ -332,9 +332,9 @@ def consume(
     mPair, mdPair = args.mPair, args.mdPair
     wg, wg_warp, wg_tid = warp_idx // 4, warp_idx % 4, tid % 128
     g, t4 = lane // 4, lane % 4
-    operands, (copy, source, tSrQ, rdO, rO) = fragments(variant, shared, inverse, wg_tid, t4)
-    neg_lse, neg_delta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-    row = QueryRow(copy, source, tSrQ, rdO, rO, neg_lse, neg_delta, sStats)
+    operands, (copy, source, tSrQ, rdO, rO) = make_fragments(variant, shared, inverse, wg_tid, t4)
+    rNegLSE, rNegDelta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+    row = QueryRow(copy, source, tSrQ, rdO, rO, rNegLSE, rNegDelta, sStats)
     slot, query_phase, row_count, turn, unit = rings.keys.start(), Int32(0), Int32(0), Int32(0), span.begin
     tSsPair = shared.sPair[None, wg_tid, None, wg] if const_expr(variant.pair) else None
     operands = operands._replace(tSsPair=tSsPair)
@@ -355,7 +355,7 @@ def consume(
         own_rings.keys.consumer_wait(slot)
         load_bias(variant, operands, 0)
         warpgroup.fence()
-        scores(variant, operands, query_phase ^ 1, 0, own_rings.keys, slot.stage)
+        issue_scores(variant, operands, query_phase ^ 1, 0, own_rings.keys, slot.stage)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
         rings.queries.consumer_release(0, lane)  # a product has used q: only then has it left shared memory
@@ -372,10 +372,10 @@ def consume(
             if const_expr(len(variant.exits) > 0):
                 tiles = arch.make_warp_uniform(live_tiles(variant, sWork[row_count % 4, TILES], rank, wg))
             c = args.scale * LOG2E
-            slot, query_phase = row_tiles(variant, 0, tiles, more, operands, row, own_rings, c, slot, query_phase, LQ, thread)
+            slot, query_phase = do_row(variant, 0, tiles, more, operands, row, own_rings, c, slot, query_phase, LQ, thread)
             if const_expr(variant.warp_sums_dq):
                 dq_sum.write_part(variant, operands.acc_dQ, sums, wg, row_count, wg_tid)
-                dq_sum.release_queries(variant, rings, more, lane)
+                dq_sum.release_queries(rings, more, lane)
                 arch.sync_warp()
                 release(sums.parts_full, lane)
             else:

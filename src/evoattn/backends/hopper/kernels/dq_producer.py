@@ -13,7 +13,7 @@ from cutlass.cute import arch
 from evoattn.backends.hopper.kernels.dq_consumer import live_tiles
 from evoattn.backends.hopper.kernels.dq_sum import DLSE, NEG_DELTA, NEG_LSE, ROW, ROWS_LEFT, TILES, QuerySizes
 from evoattn.backends.hopper.kernels.key_bias import TERMS
-from evoattn.backends.hopper.kernels.statistics import NEVER, TILE, write_statistics
+from evoattn.backends.hopper.kernels.statistics import NO_NEG_LSE, TILE_WORDS, write_statistics
 from evoattn.backends.hopper.lib.copies import bulk_load
 from evoattn.backends.hopper.lib.live_rows import LiveRows
 from evoattn.backends.hopper.lib.ring import Slot
@@ -135,7 +135,7 @@ def produce_rows(
                 q = i * MMA_M + x * 32 + lane
                 value = mLSE[b, n, h, cutlass.min(q, LQ - 1)]
                 real = q < LQ and value > Float32(-float("inf"))
-                rNegLSE[x] = cutlass.select_(real, -value, Float32(NEVER))
+                rNegLSE[x] = cutlass.select_(real, -value, Float32(NO_NEG_LSE))
                 if const_expr(variant.dlse):
                     rdLSE[x] = cutlass.select_(real, mdLSE[b, n, h, cutlass.min(q, LQ - 1)] * LOG2E, Float32(0.0))
             ring.producer_acquire(Slot(0, phase))
@@ -175,5 +175,5 @@ def store_statistics(
     """Write the statistics of 64 queries for `KeyGradients`."""
     for x in range_constexpr(2):
         q = x * 32 + lane
-        to = cute.local_tile(mStats, (TILE,), (i,))
+        to = cute.local_tile(mStats, (TILE_WORDS,), (i,))
         write_statistics(to, q, rNegLSE[x], sStats[q, NEG_DELTA], inverse, variant.dtype)

@@ -17,7 +17,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, range_cons
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import warpgroup
 
-from evoattn.backends.hopper.launch import Kernel, float32_spec, pair_bias_spec, sym_sizes
+from evoattn.backends.hopper.launch import KernelVariant, float32_spec, pair_bias_spec, sym_sizes
 from evoattn.backends.hopper.lib.copies import store_accumulator
 from evoattn.backends.hopper.lib.primitives import add_four, store_remote
 from evoattn.backends.hopper.lib.ring import release, sleep_until
@@ -42,7 +42,7 @@ class QuerySizes(NamedTuple):
     lq: Any
 
 
-class Sums(namedtuple("Sums", "parts inbox parts_full parts_empty inbox_full inbox_empty")):
+class Sums(namedtuple("Sums", "sParts sInbox parts_full parts_empty inbox_full inbox_empty")):
     """The parts of dq of each warpgroup, and dq of the next block of the cluster; the barriers of each, as those of a ring."""
 
 
@@ -52,7 +52,7 @@ def write_part(variant, acc_dQ, sums, wg: Int32, row_count: Int32, wg_tid: Int32
     if row_count > 0:
         arch.mbarrier_wait(sums.parts_empty, (row_count - 1) & 1)
     for x in range_constexpr(variant.channels // 8):
-        cute.autovec_copy(quad(variant, acc_dQ, x), sums.parts[None, wg_tid, x, wg])
+        cute.autovec_copy(quad(acc_dQ, x), sums.sParts[None, wg_tid, x, wg])
 
 
 @cute.jit
@@ -81,7 +81,7 @@ def sum_rows(
                 for y in range_constexpr(variant.steps):
                     tile = cute.local_tile(sdQ[None, None, w], (16, 16), (0, y))
                     store_accumulator(
-                        sum_parts(variant, sums.parts, w * 32 + lane, y), (scale, scale), tile, lane, variant.dtype
+                        sum_parts(variant, sums.sParts, w * 32 + lane, y), (scale, scale), tile, lane, variant.dtype
                     )
             arch.sync_warp()
             release(sums.parts_empty, lane)
@@ -95,22 +95,22 @@ def sum_rows(
 
 
 def sum_parts(variant, parts: cute.Tensor, wg_tid: Any, y: int) -> cute.Tensor:
-    """Channels 16 y to 16 y + 15 of dq, as thread wt of a warpgroup holds them: 8 numbers, zero past the channels."""
+    """Channels 16 y to 16 y + 15 of dq, as thread `wg_tid` of a warpgroup holds them: 8 numbers, zero past the channels."""
     dq = cute.make_rmem_tensor(8, Float32)
     dq.fill(0.0)
     for x in range(min(2, variant.channels // 8 - 2 * y)):
-        cute.autovec_copy(parts[None, wg_tid, 2 * y + x, 0], quad(variant, dq, x))
+        cute.autovec_copy(parts[None, wg_tid, 2 * y + x, 0], quad(dq, x))
         for wg in range(1, variant.groups):
-            add_quad(variant, dq, x, parts[None, wg_tid, 2 * y + x, wg])
+            add_quad(dq, x, parts[None, wg_tid, 2 * y + x, wg])
     return dq
 
 
-def quad(variant, acc, x):
+def quad(acc, x):
     """Four neighbours of an accumulator."""
     return cute.make_tensor(acc.iterator + 4 * x, cute.make_layout(4))
 
 
-def add_quad(variant, acc, x, others):
+def add_quad(acc, x, others):
     """Four more numbers of dq."""
     other = cute.make_rmem_tensor(4, Float32)
     cute.autovec_copy(others, other)
@@ -131,14 +131,14 @@ def sum_in_turn(
         if slot < 0:
             slot += WG
         write_part(variant, acc_dQ, sums, slot, row_count, wg_tid)
-        release_queries(variant, rings, more, lane)
+        release_queries(rings, more, lane)
         arch.barrier_arrive(barrier_id=1 + turn, number_of_threads=WG * 128)
     else:
-        release_queries(variant, rings, more, lane)
+        release_queries(rings, more, lane)
         arch.barrier(barrier_id=1 + turn, number_of_threads=WG * 128)
         for y in range_constexpr(WG - 1):
             for x in range_constexpr(variant.channels // 8):
-                add_quad(variant, acc_dQ, x, sums.parts[None, wg_tid, x, y])
+                add_quad(acc_dQ, x, sums.sParts[None, wg_tid, x, y])
         arch.cp_async_bulk_wait_group(0, read=True)
         arch.sync_warp()
         release(sums.parts_empty, lane)
@@ -162,7 +162,7 @@ def receive_dq(variant, acc_dQ, sums, rank: Int32, row_count: Int32, wg_tid: Int
         arch.mbarrier_arrive_and_expect_tx(sums.inbox_full, MMA_M * variant.channels * 4)
     arch.mbarrier_wait(sums.inbox_full, row_count & 1)
     for x in range_constexpr(variant.channels // 8):
-        add_quad(variant, acc_dQ, x, cute.make_tensor((sums.inbox + (x * 128 + wg_tid) * 4).align(16), cute.make_layout(4)))
+        add_quad(acc_dQ, x, cute.make_tensor((sums.sInbox + (x * 128 + wg_tid) * 4).align(16), cute.make_layout(4)))
     arch.sync_warp()
     if lane == 0:
         arch.mbarrier_arrive(sums.inbox_empty, rank + 1)
@@ -173,7 +173,7 @@ def send_dq(variant, acc_dQ, sums, rank: Int32, row_count: Int32, wg_tid: Int32)
     """Send dq to the block before, once it has read the row before."""
     if row_count > 0:
         arch.mbarrier_wait(sums.inbox_empty, (row_count - 1) & 1)
-    to = arch.map_dsmem_ptr(sums.inbox, rank - 1).toint()
+    to = arch.map_dsmem_ptr(sums.sInbox, rank - 1).toint()
     barrier = arch.map_dsmem_ptr(sums.inbox_full, rank - 1).toint()
     for x in range_constexpr(variant.channels // 8):
         store_remote(to + (x * 128 + wg_tid) * 16, [acc_dQ[4 * x + z] for z in range(4)], barrier)
@@ -191,7 +191,7 @@ def slice_key(variant, u, group=0):
 
 
 @cute.jit
-def release_queries(variant, rings, more: Boolean, lane: Int32):
+def release_queries(rings, more: Boolean, lane: Int32):
     """Release the queries of the next row, if there is one, once its scores are there: only then has q been read."""
     warpgroup.wait_group(0)
     if more:
@@ -234,7 +234,7 @@ def store_pair_part(variant, acc_dPair, mParts: cute.Tensor, slot: Int32, tid: I
 
 
 @dataclasses.dataclass(frozen=True)
-class PanelSum(Kernel):
+class PanelSum(KernelVariant):
     """partials [slot, fragment, thread, 4] -> d(pair bias) [b,h,q,k]. A block sums one fragment of a panel of 64 queries."""
 
     dtype: Any  # cutlass type of d(pair bias)

@@ -38,7 +38,7 @@ from evoattn.backends.hopper.kernels.forward_mma import ForwardRings
 from evoattn.backends.hopper.kernels.forward_producer import produce
 from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.kernels.repair import WARP_QUERIES
-from evoattn.backends.hopper.launch import Kernel, float32_spec, key_ends_spec, lines_spec, strided_spec, sym_sizes
+from evoattn.backends.hopper.launch import KernelVariant, float32_spec, key_ends_spec, lines_spec, strided_spec, sym_sizes
 from evoattn.backends.hopper.lib.copies import TmaTiles, load_tma, store_tma
 from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
@@ -62,7 +62,7 @@ class ForwardArguments(
 
 
 @dataclasses.dataclass(frozen=True)
-class Forward(Kernel):
+class Forward(KernelVariant):
     """One variant of the kernel. Sizes, strides and scale are known when it runs."""
 
     dtype: Any  # cutlass type of q, k and v, and of the pair bias if it is not float32

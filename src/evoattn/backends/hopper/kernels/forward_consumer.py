@@ -22,9 +22,9 @@ from evoattn.backends.hopper.lib.primitives import (
     LOWEST,
     VETO,
     broadcast_load,
-    coefficients,
+    fill_coefficients,
     fma,
-    multiply,
+    make_wgmma,
     pin_registers,
 )
 from evoattn.backends.hopper.lib.ring import Slot
@@ -81,7 +81,7 @@ def consume(
         applied, excess = Float32(1.0) / inverse, fma(args.scale, inverse, Float32(-1.0))
     c = applied * LOG2E
     floor = Float32(DEAD) if const_expr(variant.dtype is BFloat16) else c * (-VETO * VETO)
-    operands, row, copy = fragments(variant, tiles, thread, inverse, excess)
+    operands, row, copy = make_fragments(variant, tiles, thread, inverse, excess)
     slot, query_phase, repairs, turn = rings.keys.start(), Int32(0), Boolean(False), Int32(0)
     state = sState[warp_idx, None]
     if lane == 0:
@@ -122,11 +122,11 @@ def consume(
                 mma.wait_keys(variant, rings, slot)
                 warpgroup.fence()
                 queries = mma.query_operand(variant, operands, stream, half, turn)
-                mma.scores(variant, queries, operands, row.acc_S0, 0, 0, slot, half, rings)
+                mma.issue_scores(variant, queries, operands, row.acc_S0, 0, 0, slot, half, rings)
                 warpgroup.wait_group(0)
                 mma.release_registers(variant, rings, stream, lane)
             while count > 0:
-                slot, query_phase, count = row_keys(
+                slot, query_phase, count = do_row(
                     variant, operands, row, copy, sWork, rings, c, thread, turn, slot, query_phase, count, blocks
                 )
                 tile, h, b, n = state[QUERY_TILE], state[HEAD], state[BATCH], sWork[stream, turn, mma.ROW]
@@ -147,13 +147,13 @@ def consume(
         repair_rows(variant, args, arch.make_warp_uniform(bid), sizes, thread)
 
 
-def fragments(variant, tiles, thread, inverse, excess):
+def make_fragments(variant, tiles, thread, inverse, excess):
     """The operands of the products, the registers of a row, and the copy of queries into registers."""
     sQ, sK, sV, sPair, sIdentity, sTerms, _ = tiles
     wg_tid = thread.wg_tid
-    mma_QK = multiply(variant.dtype, False, K, SLICE)
-    mma_PI = multiply(variant.dtype, True, K, SLICE)
-    mma_PV = multiply(variant.dtype, False, MN, 16 * variant.steps)
+    mma_QK = make_wgmma(variant.dtype, False, K, SLICE)
+    mma_PI = make_wgmma(variant.dtype, True, K, SLICE)
+    mma_PV = make_wgmma(variant.dtype, False, MN, 16 * variant.steps)
     thr_QK, thr_PI, thr_PV = mma_QK.get_slice(wg_tid), mma_PI.get_slice(wg_tid), mma_PV.get_slice(wg_tid)
     # A key's terms fill 8 of 16 channels; the other 8 read the same numbers again and meet zeros of A. So do 8 channels
     # of K, which meet the other half of q (`load_queries`).
@@ -176,7 +176,7 @@ def fragments(variant, tiles, thread, inverse, excess):
     tSsQ = mma_PI.make_fragment_A(thr_PI.partition_A(sQ))  # (., 1, step, tile)
     tSrAlpha = mma_QK.make_fragment_A(mma_QK.partition_shape_A((MMA_M, 16)))
     tSrAlpha.fill(variant.dtype(0.0))
-    coefficients(tSrAlpha, inverse, thread.t4, variant.dtype)
+    fill_coefficients(tSrAlpha, inverse, thread.t4, variant.dtype)
     pin_registers(tSrAlpha, thread.lane)
     ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), variant.dtype)
     loads = cute.make_tiled_copy_A(ldmatrix, mma_QK).get_slice(wg_tid)
@@ -190,7 +190,7 @@ def fragments(variant, tiles, thread, inverse, excess):
 
 
 @cute.jit
-def row_keys(
+def do_row(
     variant, operands, row, copy, sWork: cute.Tensor, rings, c: Float32, thread, turn: Int32, slot, query_phase: Int32,
     count: Int32, blocks: Int32,
 ):  # fmt: skip
@@ -223,7 +223,7 @@ def row_keys(
     count -= 1
     if const_expr(variant.resident):
         row_rings = rings.at(first_stage)
-        slot, old_stage = mma.chain_steps(
+        slot, old_stage = mma.do_chain(
             variant, 0, left, full, queries, operands, row, c, uniform_half, slot, old_stage, output, row_rings, lane
         )
     else:
@@ -231,14 +231,14 @@ def row_keys(
             uniform_half, first_stage = arch.make_warp_uniform(uniform_half), arch.make_warp_uniform(first_stage)
             slot = Slot(arch.make_warp_uniform(slot.stage), slot.phase)
             row_rings = rings.at(first_stage)
-            slot, old_stage = mma.chain_steps(
+            slot, old_stage = mma.do_chain(
                 variant, 0, left, full, queries, operands, row, c, uniform_half, slot, old_stage, output, row_rings, lane
             )
             left -= CHAIN
             if left > 0:
                 mma.wait_keys(variant, row_rings, slot)
                 warpgroup.fence()
-                mma.scores(variant, queries, operands, row.acc_S0, 0, 0, slot, uniform_half, row_rings)
+                mma.issue_scores(variant, queries, operands, row.acc_S0, 0, 0, slot, uniform_half, row_rings)
                 mma.softmax(variant, row, operands, c, row.acc_S1, 1, row_rings.keys.index(old_stage))
                 warpgroup.wait_group(0)
                 mma.release_keys(variant, row_rings, old_stage, lane)
@@ -248,7 +248,7 @@ def row_keys(
         if slices & 1 == 1 and slices > 1:  # a last block of one slice
             mma.wait_keys(variant, rings, slot)
             mma.softmax(variant, row, operands, c, row.acc_S1, 1, rings.keys.index(old_stage))
-            mma.scores(variant, queries, operands, row.acc_S1, 0, slices >> 1, slot, uniform_half, rings)
+            mma.issue_scores(variant, queries, operands, row.acc_S1, 0, slices >> 1, slot, uniform_half, rings)
             warpgroup.wait_group(0)
             mma.release_keys(variant, rings, old_stage, lane)
             tail = Int32(0)
@@ -260,7 +260,7 @@ def row_keys(
         mma.wait_keys(variant, rings, slot)
     warpgroup.fence()
     queries = mma.query_operand(variant, operands, stream, uniform_half, turn + 1)
-    mma.scores(variant, queries, operands, row.acc_S0, 0, 0, slot, uniform_half, rings)
+    mma.issue_scores(variant, queries, operands, row.acc_S0, 0, 0, slot, uniform_half, rings)
     mma.softmax(variant, row, operands, c, row.acc_S1, tail, rings.keys.index(old_stage))
     warpgroup.wait_group(0)
     mma.release_keys(variant, rings, old_stage, lane)
@@ -285,16 +285,16 @@ def skip_rows(variant, sWork: cute.Tensor, rings, thread, turn: Int32, slot, que
         if const_expr(variant.query_stages == 1):
             mma.release_registers(variant, rings, stream, lane)
         else:
-            mma.release_output(variant, rings, mma.query_slot(variant, stream, turn, query_phase).stage, lane)
+            mma.release_output(rings, mma.query_slot(variant, stream, turn, query_phase).stage, lane)
         for _ in cutlass.range((slices + 1) // 2, unroll=1):
             rings.keys.consumer_wait(slot)
             # not by `release`: with it ptxas gives other registers to some kernels
             if lane == 0:
-                arch.mbarrier_arrive(rings.keys.emptied(slot.stage))
+                arch.mbarrier_arrive(rings.keys.empty_barrier(slot.stage))
             if const_expr(variant.streamed):
                 rings.pair.consumer_wait(slot)
                 if lane == 0:
-                    arch.mbarrier_arrive(rings.pair.emptied(slot.stage))
+                    arch.mbarrier_arrive(rings.pair.empty_barrier(slot.stage))
             slot = rings.keys.advance(slot)
         count -= 1
     return turn, slot, query_phase

@@ -11,12 +11,12 @@ from cutlass import BFloat16, Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from evoattn.backends.hopper.lib.primitives import fma, multiply
+from evoattn.backends.hopper.lib.primitives import fma, make_wgmma
 from evoattn.backends.hopper.lib.ring import Ring, Slot
 from evoattn.backends.hopper.tiles import CHAIN, HALVES, MMA_M, SLICE
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
-_LOW = -256.0  # a reference below, in units of log2, may be one of keys that a finite bias masks
+_LOW_REFERENCE = -256.0  # a reference below, in units of log2, may be one of keys that a finite bias masks
 ROW, SLICES = range(2)  # of `sWork`: what a producer tells its consumers of a turn, the row n and its slices of keys
 
 
@@ -54,7 +54,7 @@ class QueryCopy(namedtuple("QueryCopy", "atom source target excess")):
 
 
 def query_slot(variant, stream, turn, phase):
-    """The slot of the row that is `turn` in stream s.
+    """The slot of the row that is `turn` in a stream.
 
     With one slot the queries go on into registers, and the caller counts the phase. With two, for want of registers,
     the tensor cores read them from the slot at every step, and o leaves from there.
@@ -91,7 +91,7 @@ def release_registers(variant, rings, stream: Int32, lane: Int32):
 
 
 @cute.jit
-def release_output(variant, rings, stage: Int32, lane: Int32):
+def release_output(rings, stage: Int32, lane: Int32):
     """Release the slot from which the o of the row before has left."""
     arch.cp_async_bulk_wait_group(0, read=True)
     arch.sync_warp()
@@ -109,13 +109,13 @@ def wait_keys(variant, rings, slot):
 def release_keys(variant, rings, stage: Int32, lane: Int32):
     """Release a block of keys, and the pair bias of it."""
     if lane == 0:
-        arch.mbarrier_arrive(rings.keys.emptied(stage))
+        arch.mbarrier_arrive(rings.keys.empty_barrier(stage))
         if const_expr(variant.streamed):
-            arch.mbarrier_arrive(rings.pair.emptied(stage))
+            arch.mbarrier_arrive(rings.pair.empty_barrier(stage))
 
 
 @cute.jit
-def chain_steps(
+def do_chain(
     variant, j: cutlass.Constexpr, left: Int32, blocks: Int32, queries, operands, row, c: Float32, half: Int32, slot,
     old_stage: Int32, output: Int32, rings, lane: Int32,
 ):  # fmt: skip
@@ -127,7 +127,7 @@ def chain_steps(
     of the block whose second half is still to be done.
     """
     warpgroup.fence()
-    scores(variant, queries, operands, row.acc_S1, 1, j, slot, half, rings)
+    issue_scores(variant, queries, operands, row.acc_S1, 1, j, slot, half, rings)
     if const_expr(j > 0):
         warpgroup.wait_group(1)
         release_keys(variant, rings, old_stage, lane)
@@ -135,16 +135,16 @@ def chain_steps(
     softmax(variant, row, operands, c, row.acc_S0, 0, rings.keys.index(slot.stage), adds)
     if const_expr(variant.query_stages == 2 and j == 0):
         if left == blocks:
-            release_output(variant, rings, output, lane)
+            release_output(rings, output, lane)
     old_stage, slot = slot.stage, rings.keys.advance(slot)
     if const_expr(j + 1 < CHAIN):
         if j + 1 < left:
             wait_keys(variant, rings, slot)
             warpgroup.fence()
-            scores(variant, queries, operands, row.acc_S0, 0, j + 1, slot, half, rings)
+            issue_scores(variant, queries, operands, row.acc_S0, 0, j + 1, slot, half, rings)
             warpgroup.wait_group(1)
             softmax(variant, row, operands, c, row.acc_S1, 1, rings.keys.index(old_stage))
-            slot, old_stage = chain_steps(
+            slot, old_stage = do_chain(
                 variant, j + 1, left, blocks, queries, operands, row, c, half, slot, old_stage, output, rings, lane
             )
         else:
@@ -154,7 +154,7 @@ def chain_steps(
     return slot, old_stage
 
 
-def scores(variant, queries, operands, acc_S, part, j, slot, half, rings):
+def issue_scores(variant, queries, operands, acc_S, part, j, slot, half, rings):
     """Issue S = Q K^T + key bias + pair bias for slice `part` of block j, which lies in a slot of keys: one wgmma group.
 
     With a float32 pair bias the accumulators start from it.
@@ -167,15 +167,15 @@ def scores(variant, queries, operands, acc_S, part, j, slot, half, rings):
             cute.autovec_copy(tSrPair[None, 4 * part + x, tile], four)
         warpgroup.fence()
     for step in range(variant.steps):
-        tiled = multiply(variant.dtype, variant.query_stages == 2, K, SLICE, variant.float32_pair or step > 0)
+        tiled = make_wgmma(variant.dtype, variant.query_stages == 2, K, SLICE, variant.float32_pair or step > 0)  # S = Q K^T
         cute.gemm(tiled, acc_S, queries[None, None, step], tSrK[None, None, step, part, stage], acc_S)
     if variant.key_bias:
-        tiled = multiply(variant.dtype, False, K, SLICE)
+        tiled = make_wgmma(variant.dtype, False, K, SLICE)  # S += key bias
         cute.gemm(tiled, acc_S, tSrAlpha[None, None, 0], tSrTerms[None, None, 0, part, stage], acc_S)
     if variant.pair and not variant.float32_pair:
         for term in range(variant.terms):
             for x in range(2):
-                tiled = multiply(variant.dtype, True, K, SLICE)
+                tiled = make_wgmma(variant.dtype, True, K, SLICE)  # S += pair bias (identity / scale)
                 cute.gemm(tiled, acc_S, tSrPair[None, None, part * 2 + x, tile], tSrIdentity[None, None, x, term], acc_S)
     warpgroup.commit_group()
 
@@ -194,13 +194,13 @@ def softmax(variant, row, operands, c, acc_S, part, stage, adds: Any = True):
             value = cute.math.exp2(fma(acc_S[8 * step + y], c, -m[y // 2 % 2]), fastmath=True)
             e[y] = value
             l[y % 4] = l[y % 4] + value
-        tiled = multiply(variant.dtype, False, MN, 16 * variant.steps)
+        tiled = make_wgmma(variant.dtype, False, MN, 16 * variant.steps)
         p = tiled.make_fragment_A(tiled.partition_shape_A((MMA_M, 16)))
         cute.make_tensor(p.iterator, cute.make_layout(8)).store(e.load().to(variant.dtype))
         tOrP.append(p)
     warpgroup.fence()
     for step in range(2):
-        tiled = multiply(variant.dtype, False, MN, 16 * variant.steps, True if step > 0 else adds)
+        tiled = make_wgmma(variant.dtype, False, MN, 16 * variant.steps, True if step > 0 else adds)  # O += P V
         cute.gemm(tiled, acc_O, tOrP[step][None, None, 0], operands.tOrV[None, None, part * 2 + step, stage], acc_O)
     warpgroup.commit_group()
 
@@ -212,7 +212,7 @@ def choose_reference(variant, acc_S: cute.Tensor, acc_O: cute.Tensor, m: cute.Te
     O and l then hold nothing, or too little to count.
     """
     offset = 0.0 if variant.dtype is BFloat16 else 8.0  # float16 leaves room for larger probabilities
-    if arch.vote_all_sync(arch.fmax(m[0], m[1]) < _LOW):
+    if arch.vote_all_sync(arch.fmax(m[0], m[1]) < _LOW_REFERENCE):
         top = cute.make_rmem_tensor(2, Float32)
         for r in range_constexpr(2):
             a = acc_S[2 * r]

@@ -25,8 +25,8 @@ from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.kernels import fused_consumer as consumer
 from evoattn.backends.hopper.kernels.fused_producer import GROUPS, FusedSizes, produce, produce_statistics
-from evoattn.backends.hopper.kernels.statistics import TILE
-from evoattn.backends.hopper.launch import Kernel, float32_spec, key_ends_spec, lines_spec, sym_sizes
+from evoattn.backends.hopper.kernels.statistics import TILE_WORDS
+from evoattn.backends.hopper.launch import KernelVariant, float32_spec, key_ends_spec, lines_spec, sym_sizes
 from evoattn.backends.hopper.lib.copies import TmaTiles, load_tma
 from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
@@ -45,7 +45,7 @@ class FusedArguments(
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedGradients(Kernel):
+class FusedGradients(KernelVariant):
     """One variant of the kernel. Sizes, strides and scale are known when it runs."""
 
     dtype: Any  # cutlass type of q, k and v
@@ -96,14 +96,14 @@ class FusedGradients(Kernel):
         sKt, sdSt = cute.make_tensor(sK.iterator, lkt.outer), cute.make_tensor(sdS.iterator, lst.outer)
         across = 16 * self.steps // 8
         # dq of a tile, as the accumulators hold it, each warp's part in one piece
-        sum_layout = cute.make_layout((4, 32, across, 4, QT), stride=(1, 4, 128, 128 * across, 512 * across))
-        sums = smem.allocate_tensor(Float32, sum_layout, 128)
-        sStats = smem.allocate_array(Float32, QT * TILE, byte_alignment=128)
+        dq_layout = cute.make_layout((4, 32, across, 4, QT), stride=(1, 4, 128, 128 * across, 512 * across))
+        sdQ = smem.allocate_tensor(Float32, dq_layout, 128)
+        sStats = smem.allocate_array(Float32, QT * TILE_WORDS, byte_alignment=128)
         queries, keys = (Ring.allocate(smem, stages, sleeps=True) for stages in (QT, 2 * GROUPS))
         values_empty, added = (smem.allocate_array(Int64, x) for x in (GROUPS, GROUPS * QT))
         rings = consumer.FusedRings(queries, keys, values_empty, added)
         sState = smem.allocate_tensor(Int32, cute.make_layout((GROUPS * 4, 8), stride=(8, 1)))
-        return consumer.FusedShared(sQ, sdO, sQt, sdOt, sStats, sK, sKt, sdS, sdSt, sums, sState), rings
+        return consumer.FusedShared(sQ, sdO, sQt, sdOt, sStats, sK, sKt, sdS, sdSt, sdQ, sState), rings
 
     @cute.kernel
     def kernel(self, tma_K, tma_V, tma_Q, tma_dO, args):
@@ -133,7 +133,7 @@ class FusedGradients(Kernel):
         copy_Q, copy_dO = TmaTiles.of(tma_Q, (QUERIES, D), shared.sQ), TmaTiles.of(tma_dO, (QUERIES, D), shared.sdO)
         sizes = FusedSizes(N, H, NK, NT, LQ, thirds)
         if warp_idx >= GROUPS * 4:
-            # ================= one warp brings in, three find the statistics of a third of the tiles each
+            # ================= one warp loads, three find the statistics of a third of the tiles each
             arch.setmaxregister_decrease(56)
             wg = warp_idx - GROUPS * 4
             if wg == GROUPS:

@@ -16,15 +16,15 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from evoattn.backends.hopper.kernels.dkdv_consumer import (
-    dkdv_products,
-    fragments,
-    gradient,
+    compute_dscores,
+    issue_dkdv,
+    issue_scores,
     load_key_bias,
     load_keys,
-    scores,
+    make_fragments,
     store_mask_gradient,
 )
-from evoattn.backends.hopper.kernels.fused_producer import GROUPS, FusedSizes, live_key_tiles, third
+from evoattn.backends.hopper.kernels.fused_producer import GROUPS, FusedSizes, find_third, live_key_tiles
 from evoattn.backends.hopper.lib.primitives import narrow
 from evoattn.backends.hopper.lib.ring import Ring, Slot, release
 from evoattn.backends.hopper.lib.schedule import place
@@ -50,11 +50,11 @@ class FusedRings:
     added: Any
 
 
-class FusedShared(namedtuple("FusedShared", "sQ sdO sQt sdOt sStats sK sKt sdS sdSt sums sState")):
+class FusedShared(namedtuple("FusedShared", "sQ sdO sQt sdOt sStats sK sKt sdS sdSt sdQ sState")):
     """Shared memory: q, dO, both transposed, statistics, k with v, k transposed, dS, dS transposed, dq, state of warps."""
 
 
-def dq_multiply(variant, accumulate: Any) -> Any:
+def make_dq_wgmma(variant, accumulate: Any) -> Any:
     """The product for dq: both sides in shared memory, of the left one [q,k] the queries are contiguous."""
     source = warpgroup.OperandSource.SMEM
     operation = warpgroup.MmaF16BF16Op(variant.dtype, Float32, (QUERIES, 16 * variant.steps, 16), source, MN, MN)
@@ -63,10 +63,10 @@ def dq_multiply(variant, accumulate: Any) -> Any:
     return tiled
 
 
-def dq_product(variant, acc_dQ, tdQrS, tdQrK, left, right):
+def issue_dq(variant, acc_dQ, tdQrS, tdQrK, left, right):
     """Issue dQ = dS K of a tile of queries and this warpgroup's keys."""
     for step in range(MMA_M // 16):
-        op = dq_multiply(variant, step > 0)
+        op = make_dq_wgmma(variant, step > 0)  # dQ = dS K
         cute.gemm(op, acc_dQ, tdQrS[None, None, step, left], tdQrK[None, None, step, right], acc_dQ)
 
 
@@ -148,13 +148,13 @@ def consume(
     scale = args.scale
     wg, wg_warp, wg_tid = warp_idx // 4, warp_idx % 4, tid % 128
     g, t4 = lane // 4, lane % 4
-    mma_dQ = dq_multiply(variant, True)
-    operands, row = fragments(variant, shared[:6], variant.tiles, wg_tid, t4, lane)
+    mma_dQ = make_dq_wgmma(variant, True)
+    operands, row = make_fragments(variant, shared[:6], variant.tiles, wg_tid, t4, lane)
     tdQrS = mma_dQ.make_fragment_A(mma_dQ.get_slice(wg_tid).partition_A(shared.sdSt))
     tdQrK = mma_dQ.make_fragment_B(mma_dQ.get_slice(wg_tid).partition_B(narrow(shared.sKt, 16 * variant.steps)))
     acc_dQ = mma_dQ.make_fragment_C(mma_dQ.partition_shape_C((QUERIES, 16 * variant.steps)))
     mask_sums = cute.make_rmem_tensor(2, Float32)
-    begin, _ = third(variant, wg, thirds)
+    begin, _ = find_third(wg, thirds)
     state = shared.sState[warp_idx, None]
     if lane == 0:
         state[ITEM], state[ITEMS_DONE], state[TILES_DONE], state[ROUNDS_DONE] = bid, Int32(0), Int32(0), Int32(0)
@@ -179,7 +179,7 @@ def consume(
                 if const_expr(variant.key_bias):
                     bias_row = state[BATCH] * args.stride_b + state[ROW] * args.stride_n
                     first_key = (round_idx * GROUPS + wg) * MMA_M + wg_warp * 16 + g
-                    load_key_bias(variant, row.terms, args.mTerms, bias_row, first_key)
+                    load_key_bias(variant, row.rTerms, args.mTerms, bias_row, first_key)
                 rings.keys.consumer_wait(Slot(2 * wg + (done & 1), done >> 1 & 1))
                 load_keys(variant, operands, row, (buffer, 3 * wg + 2), t4, inverse)
                 mask_sums.fill(0.0)
@@ -190,32 +190,32 @@ def consume(
                     sdS_tile = shared.sdS[None, None, (2 * wg + (tile_count & 1)) * 4 + wg_warp]
                     rings.queries.consumer_wait(Slot(j, phase))
                     warpgroup.fence()
-                    scores(variant, operands, 0, j)
+                    issue_scores(variant, operands, 0, j)
                     warpgroup.commit_group()
                     warpgroup.wait_group(0)
                     if t == 0:
                         release(rings.values_empty + wg, lane)  # a product has used v: only then has it left shared memory
                     # ---- the first half of the tile's queries
-                    P, dS = gradient(variant, operands, scale, mask_sums)
+                    P, dS = compute_dscores(variant, operands, scale, mask_sums)
                     store_dscores(variant, dS, sdS_tile, 0, lane)
                     warpgroup.fence()
-                    scores(variant, operands, 1, j)
+                    issue_scores(variant, operands, 1, j)
                     warpgroup.commit_group()
-                    dkdv_products(variant, operands, P, dS, 0, j, t > 0)
+                    issue_dkdv(variant, operands, P, dS, 0, j, t > 0)
                     warpgroup.commit_group()
                     warpgroup.wait_group(1)
                     # ---- the second half, and dq of the tile
-                    P, dS = gradient(variant, operands, scale, mask_sums)
+                    P, dS = compute_dscores(variant, operands, scale, mask_sums)
                     store_dscores(variant, dS, sdS_tile, 1, lane)
                     arch.fence_proxy("async.shared", space="cta")
                     warpgroup.wait_group(0)
                     warpgroup.fence()
-                    dkdv_products(variant, operands, P, dS, 1, j, started=True)
+                    issue_dkdv(variant, operands, P, dS, 1, j, started=True)
                     arch.barrier(barrier_id=1 + wg, number_of_threads=128)
-                    dq_product(variant, acc_dQ, tdQrS, tdQrK, 2 * wg + (tile_count & 1), buffer)
+                    issue_dq(variant, acc_dQ, tdQrS, tdQrK, 2 * wg + (tile_count & 1), buffer)
                     warpgroup.commit_group()
                     warpgroup.wait_group(0)
-                    tile = shared.sums[None, lane, None, wg_warp, j]
+                    tile = shared.sdQ[None, lane, None, wg_warp, j]
                     add_dq(variant, acc_dQ, flags, wg, j, NT, tile, rings, args.mdQ, state, wg_warp, scale, lane)
                     tile_count += 1
                     j += 1
@@ -226,7 +226,7 @@ def consume(
                 h, n, b = state[HEAD], state[ROW], state[BATCH]
                 first_key = (state[ROUND] * GROUPS + wg) * MMA_M + wg_warp * 16
                 if const_expr(variant.mask_gradient):
-                    store_mask_gradient(variant, mask_sums, args.mdMask[b, n, h, None], first_key + g, t4)
+                    store_mask_gradient(mask_sums, args.mdMask[b, n, h, None], first_key + g, t4)
                 sdS_tile = shared.sdS[None, None, (2 * wg + (tile_count & 1)) * 4 + wg_warp]
                 room = cute.recast_ptr(sdS_tile.iterator, dtype=variant.dtype)
                 store_lines(variant, operands.acc_dK, scale, room, args.mdK[b, n, h, None, None], first_key, lane)
@@ -238,7 +238,7 @@ def consume(
                 j = begin
                 for _ in cutlass.range(NT, unroll=1):
                     rings.queries.consumer_wait(Slot(j, phase))
-                    tile = shared.sums[None, lane, None, wg_warp, j]
+                    tile = shared.sdQ[None, lane, None, wg_warp, j]
                     add_dq(variant, None, flags, wg, j, NT, tile, rings, args.mdQ, state, wg_warp, scale, lane)
                     j += 1
                     if j == NT:

@@ -12,7 +12,7 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.kernels.statistics import NEVER, TILE, write_statistics
+from evoattn.backends.hopper.kernels.statistics import NO_NEG_LSE, TILE_WORDS, write_statistics
 from evoattn.backends.hopper.lib.copies import clear_lines, clear_numbers
 from evoattn.backends.hopper.lib.ring import Slot, release, sleep_until
 from evoattn.backends.hopper.lib.schedule import place
@@ -34,7 +34,7 @@ class FusedSizes(NamedTuple):
     thirds: Any
 
 
-def third(variant, z, ends):
+def find_third(z, ends):
     """The first tile of third z, with which warpgroup z begins, and the one past the last."""
     first, second, third = ends
     start = Int32(cutlass.select_(z == 0, Int32(0), cutlass.select_(z == 1, first, second)))
@@ -79,7 +79,7 @@ def produce(variant, bid: Int32, blocks: Int32, items: Int32, args, sizes: Fused
             if r == 0:
                 # each third's first tiles first
                 for y in cutlass.range(3 * (NT - thirds[1]), unroll=1):
-                    start, stop = third(variant, y % 3, thirds)
+                    start, stop = find_third(y % 3, thirds)
                     j = start + y // 3
                     if j < stop:
                         rings.queries.producer_acquire(Slot(j, count & 1), 2 * QUERIES * pad_channels(variant.channels) * 2)
@@ -99,7 +99,7 @@ def produce_statistics(
     The warp also clears the gradients of a third of the tiles of keys that are not done.
     """
     N, H, NK, _, LQ, thirds = sizes
-    start, stop = third(variant, wg, thirds)
+    start, stop = find_third(wg, thirds)
     if const_expr(variant.key_bias):
         arch.griddepcontrol_wait()
     item, count = bid, Int32(0)
@@ -109,7 +109,7 @@ def produce_statistics(
             neg_lse, neg_delta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
             for x in range_constexpr(2):
                 q = j * QUERIES + x * 32 + lane
-                neg_lse[x], neg_delta[x] = Float32(NEVER), Float32(0.0)
+                neg_lse[x], neg_delta[x] = Float32(NO_NEG_LSE), Float32(0.0)
                 if q < LQ:
                     value = args.mLSE[b, n, h, q]
                     for y in range_constexpr(0 if variant.gate else variant.channels // 8):
@@ -124,12 +124,12 @@ def produce_statistics(
                             neg_delta[x] = neg_delta[x] + args.mdLSE[b, n, h, q] * LOG2E
             # while the tile's last readers are still at it, these are on their way
             ring.producer_acquire(Slot(j, count & 1))
-            to = cute.make_tensor(sStats + j * TILE, cute.make_layout(TILE))
+            to = cute.make_tensor(sStats + j * TILE_WORDS, cute.make_layout(TILE_WORDS))
             for x in range_constexpr(2):
                 write_statistics(to, x * 32 + lane, neg_lse[x], neg_delta[x], inverse, variant.dtype)
             arch.fence_proxy("async.shared", space="cta")
             arch.sync_warp()
-            release(ring.barrier(j), lane)
+            release(ring.full_barrier(j), lane)
         for i in cutlass.range(live_key_tiles(variant, n, b, args, NK) + wg, NK, GROUPS, unroll=1):
             clear_lines(args.mdK[b, n, h, None, None], i * MMA_M, lane)
             clear_lines(args.mdV[b, n, h, None, None], i * MMA_M, lane)

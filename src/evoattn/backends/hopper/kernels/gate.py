@@ -14,7 +14,7 @@ import cuda.bindings.driver as cuda
 from cutlass import Float32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.launch import Kernel, float32_spec, lines_spec, strided_spec, sym_sizes
+from evoattn.backends.hopper.launch import KernelVariant, float32_spec, lines_spec, strided_spec, sym_sizes
 from evoattn.backends.hopper.lib.primitives import sigmoid
 from evoattn.backends.hopper.lib.schedule import place
 from evoattn.core.numerics import LN2
@@ -28,18 +28,18 @@ def _lanes(channels: int) -> int:
     return 1 << (channels // _VECTOR - 1).bit_length()
 
 
-def _grid(o: Any, channels: int) -> tuple[Any, Any, int]:
+def _grid(mO: Any, channels: int) -> tuple[Any, Any, int]:
     """A row of blocks for each (b, n, h) of [b,n,h,q,c]."""
-    B, N, H, LQ, _ = o.shape
+    B, N, H, LQ, _ = mO.shape
     queries = _THREADS // _lanes(channels)
     return B * N * H, (LQ + queries - 1) // queries, 1
 
 
-def _own_vector(o: Any, channels: int) -> tuple[Any, ...]:
+def _own_vector(mO: Any, channels: int) -> tuple[Any, ...]:
     """b, n, h, q of this thread, and the number of its vector of channels, which may lie past the last."""
     tid, _, _ = arch.thread_idx()
     row, x, _ = arch.block_idx()
-    h, n, b = place(row, o.shape[2], o.shape[1])
+    h, n, b = place(row, mO.shape[2], mO.shape[1])
     lanes = _lanes(channels)
     return b, n, h, x * (_THREADS // lanes) + tid // lanes, tid % lanes
 
@@ -49,22 +49,22 @@ def _vector(x: Any, b: Any, n: Any, h: Any, q: Any, part: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class GateProduct(Kernel):
+class GateProduct(KernelVariant):
     """o, gate [b,n,h,q,c]: o <- o * sigmoid(gate). A block reads and writes the channels of its queries once."""
 
     dtype: Any  # cutlass type of o and the gate
     channels: int  # C
 
     @cute.jit
-    def __call__(self, o: cute.Tensor, gate: cute.Tensor, stream: cuda.CUstream):
-        self.kernel(o, gate).launch(grid=_grid(o, self.channels), block=(_THREADS, 1, 1), stream=stream)
+    def __call__(self, mO: cute.Tensor, mGate: cute.Tensor, stream: cuda.CUstream):
+        self.kernel(mO, mGate).launch(grid=_grid(mO, self.channels), block=(_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, o: cute.Tensor, gate: cute.Tensor):
-        b, n, h, q, part = _own_vector(o, self.channels)
-        if q < o.shape[3] and part < self.channels // _VECTOR:
+    def kernel(self, mO: cute.Tensor, mGate: cute.Tensor):
+        b, n, h, q, part = _own_vector(mO, self.channels)
+        if q < mO.shape[3] and part < self.channels // _VECTOR:
             rO, rG = (cute.make_rmem_tensor(_VECTOR, self.dtype) for _ in range(2))
-            gO, gG = (_vector(x, b, n, h, q, part) for x in (o, gate))
+            gO, gG = (_vector(x, b, n, h, q, part) for x in (mO, mGate))
             cute.autovec_copy(gO, rO)
             cute.autovec_copy(gG, rG)
             for i in range_constexpr(_VECTOR):
@@ -77,7 +77,7 @@ class GateProduct(Kernel):
 
 
 @dataclasses.dataclass(frozen=True)
-class GatePass(Kernel):
+class GatePass(KernelVariant):
     """o, do, gate [b,n,h,q,c], dlse [b,n,h,q] -> do * sigmoid(gate), dlse - LN2 * delta, do * o * (1 - sigmoid(gate)).
 
     o is the gated one, so delta is the sum over c of o * do. A block reads and writes the channels of its queries once.
@@ -91,37 +91,37 @@ class GatePass(Kernel):
     gradient: bool  # whether the third is
 
     @cute.jit
-    def __call__(self, o, do, gate, dlse, gated, delta, dgate, stream: cuda.CUstream):
-        self.kernel(o, do, gate, dlse, gated, delta, dgate).launch(
-            grid=_grid(o, self.channels), block=(_THREADS, 1, 1), stream=stream
+    def __call__(self, mO, mdO, mGate, mdLSE, mGated, mDelta, mdGate, stream: cuda.CUstream):
+        self.kernel(mO, mdO, mGate, mdLSE, mGated, mDelta, mdGate).launch(
+            grid=_grid(mO, self.channels), block=(_THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, o, do, gate, dlse, gated, delta, dgate):
-        b, n, h, q, part = _own_vector(o, self.channels)
+    def kernel(self, mO, mdO, mGate, mdLSE, mGated, mDelta, mdGate):
+        b, n, h, q, part = _own_vector(mO, self.channels)
         total = Float32(0.0)
-        if q < o.shape[3] and part < self.channels // _VECTOR:
+        if q < mO.shape[3] and part < self.channels // _VECTOR:
             rO, rdO, rG, out = (cute.make_rmem_tensor(_VECTOR, self.dtype) for _ in range(4))
-            for x, to in ((o, rO), (do, rdO), (gate, rG)):
+            for x, to in ((mO, rO), (mdO, rdO), (mGate, rG)):
                 cute.autovec_copy(_vector(x, b, n, h, q, part), to)
             for i in range_constexpr(_VECTOR):
                 total = total + rO[i].to(Float32) * rdO[i].to(Float32)
             if const_expr(self.passes):
                 for i in range_constexpr(_VECTOR):
                     out[i] = (rdO[i].to(Float32) * sigmoid(rG[i].to(Float32))).to(self.dtype)
-                cute.autovec_copy(out, _vector(gated, b, n, h, q, part))
+                cute.autovec_copy(out, _vector(mGated, b, n, h, q, part))
             if const_expr(self.gradient):
                 for i in range_constexpr(_VECTOR):
                     product = rdO[i].to(Float32) * rO[i].to(Float32)
                     out[i] = (product * sigmoid(-rG[i].to(Float32))).to(self.dtype)
-                cute.autovec_copy(out, _vector(dgate, b, n, h, q, part))
+                cute.autovec_copy(out, _vector(mdGate, b, n, h, q, part))
         if const_expr(self.passes):
             total = arch.warp_reduction_sum(total, threads_in_group=_lanes(self.channels))
-            if q < o.shape[3] and part == 0:
+            if q < mO.shape[3] and part == 0:
                 value = -total * LN2
                 if const_expr(self.dlse):
-                    value = value + dlse[b, n, h, q]
-                delta[b, n, h, q] = value
+                    value = value + mdLSE[b, n, h, q]
+                mDelta[b, n, h, q] = value
 
     def arguments(self) -> tuple[Any, ...]:
         queries = sym_sizes(4)

@@ -20,7 +20,7 @@ from cutlass.cute import arch
 from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.launch import (
-    Kernel,
+    KernelVariant,
     TensorSpec,
     float32_spec,
     key_ends_spec,
@@ -29,20 +29,20 @@ from evoattn.backends.hopper.launch import (
     strided_spec,
     sym_sizes,
 )
-from evoattn.backends.hopper.lib.primitives import LOWEST_KEY, VETO, broadcast_load, finite, three_terms
+from evoattn.backends.hopper.lib.primitives import LOWEST_KEY, VETO, broadcast_load, make_finite, three_terms
 from evoattn.backends.hopper.tiles import KEYS, MOST_PANELS
 
 TERMS = 8
 _THREADS = 128
 _THREADS_OF_LIST = 512
 CLEARED_VECTORS = 8 * _THREADS  # vectors of four words that a block clears
-_CHUNK = 8  # keys, or words of 16 keys, that a thread looks at together, from the last to the first
-_WORD = 16  # keys of a word
-_LARGEST = 2.0**127 * (2 - 2.0**-23)  # float32 number
+_READ_TOGETHER = 8  # keys, or words of 16 keys, that a thread looks at together, from the last to the first
+_WORD_KEYS = 16  # keys of a word
+_LARGEST_FLOAT32 = 2.0**127 * (2 - 2.0**-23)
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyBias(Kernel):
+class KeyBias(KernelVariant):
     """mask [b|1,n|1,k] and mask_bias [b|1,n|1,k] -> terms [r, keys * TERMS], keys past the end masked, and ends [r].
 
     The end of a row is the number of keys up to the last that is not masked. key_bias [r, keys] holds the key bias in float32,
@@ -150,10 +150,10 @@ class KeyBias(Kernel):
         if mMask.stride[2] == 1:
             live = self.last_of_words(row, keys)
         else:
-            chunks = (keys + _CHUNK - 1) // _CHUNK
+            chunks = (keys + _READ_TOGETHER - 1) // _READ_TOGETHER
             while chunks > 0 and live == 0:
-                for x in range_constexpr(_CHUNK):
-                    j = cutlass.min((chunks - 1) * _CHUNK + x, keys - 1)
+                for x in range_constexpr(_READ_TOGETHER):
+                    j = cutlass.min((chunks - 1) * _READ_TOGETHER + x, keys - 1)
                     live = cutlass.max(live, Int32(cutlass.select_(row[j] != Uint8(0), j + 1, 0)))
                 chunks -= 1
         return (live + KEYS - 1) // KEYS
@@ -165,27 +165,27 @@ class KeyBias(Kernel):
         It reads the words of 16 bytes that hold them, from the last to the first.
         """
         start = row.iterator.toint()
-        skipped = Int32(start) & (_WORD - 1)  # bytes of the first word that are not this row's
-        pointer = cute.make_ptr(Int32, start & ~(_WORD - 1), cute.AddressSpace.gmem, assumed_align=_WORD)
-        words, live = (skipped + keys + _WORD - 1) // _WORD, Int32(0)
+        skipped = Int32(start) & (_WORD_KEYS - 1)  # bytes of the first word that are not this row's
+        pointer = cute.make_ptr(Int32, start & ~(_WORD_KEYS - 1), cute.AddressSpace.gmem, assumed_align=_WORD_KEYS)
+        words, live = (skipped + keys + _WORD_KEYS - 1) // _WORD_KEYS, Int32(0)
         while words > 0 and live <= 0:
-            rWords = [cute.make_rmem_tensor(4, Int32) for _ in range(_CHUNK)]
-            for x in range_constexpr(_CHUNK):
+            rWords = [cute.make_rmem_tensor(4, Int32) for _ in range(_READ_TOGETHER)]
+            for x in range_constexpr(_READ_TOGETHER):
                 word = cutlass.max(words - 1 - x, 0)
-                cute.autovec_copy(cute.make_tensor((pointer + word * 4).align(_WORD), cute.make_layout(4)), rWords[x])
-            for x in range_constexpr(_CHUNK):
-                first = cutlass.max(words - 1 - x, 0) * _WORD - skipped
+                cute.autovec_copy(cute.make_tensor((pointer + word * 4).align(_WORD_KEYS), cute.make_layout(4)), rWords[x])
+            for x in range_constexpr(_READ_TOGETHER):
+                first = cutlass.max(words - 1 - x, 0) * _WORD_KEYS - skipped
                 for y in range_constexpr(4):
                     first_key = first + 4 * y
                     bits = cutlass.min(cutlass.max(keys - first_key, 0), 4) * 8  # of this row
                     last = Int32(arch.bfind(Uint32(rWords[x][y] & arch.shf(Int32(-1), Int32(0), bits, "clamp_left"))))
                     live = cutlass.max(live, Int32(cutlass.select_(last >= 0, first_key + 1 + last // 8, 0)))
-            words -= _CHUNK
+            words -= _READ_TOGETHER
         return live
 
     @cute.jit
     def fill(self, mMask, mBias, mTerms, mEnds, mKeyBias, keys, n, r, tid, sTop: cute.Tensor, sLast: cute.Tensor):
-        """Write the terms, the end and the deep of row r, by all threads of a block."""
+        """Write the terms, the end and the key bias of row r, by all threads of a block."""
         rb, rn = r // n, r % n
         warp, lane = tid // 32, tid % 32
         top = -Float32.inf
@@ -206,7 +206,7 @@ class KeyBias(Kernel):
                 x = self.read(mMask, mBias, rb, rn, j)
             if x != -Float32.inf:
                 last = j + 1
-                x = arch.fmax(x - shift, Float32(-_LARGEST))
+                x = arch.fmax(x - shift, Float32(-_LARGEST_FLOAT32))
             if const_expr(self.unrounded):
                 if j < keys:
                     mKeyBias[r, j] = x
@@ -236,7 +236,7 @@ class KeyBias(Kernel):
         if const_expr(self.bounded):
             x = Float32(cutlass.select_((x < LOWEST_KEY) & (x != -Float32.inf), Float32(LOWEST_KEY), x))
         if const_expr(self.dtype is BFloat16):
-            x = finite(x)
+            x = make_finite(x)
         else:
             if x == -Float32.inf:
                 veto = Float32(-VETO)

@@ -15,7 +15,7 @@ import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.launch import Kernel, float32_spec, lines_spec, strided_spec, sym_sizes
+from evoattn.backends.hopper.launch import KernelVariant, float32_spec, lines_spec, strided_spec, sym_sizes
 from evoattn.backends.hopper.lib.primitives import LOWEST, MASKED, SHALLOW
 from evoattn.backends.hopper.lib.schedule import place
 from evoattn.backends.hopper.tiles import KEYS, MMA_M
@@ -26,7 +26,7 @@ _LINES = _THREADS // 32  # queries of a block that measures a pair bias: a warp 
 
 
 @dataclasses.dataclass(frozen=True)
-class PairBias(Kernel):
+class PairBias(KernelVariant):
     """pair_bias [b,h,q,k] of any strides -> the same, measured from the largest of each query if that is far from 0.
 
     Otherwise a pair bias of -1e9 at all keys of a query would round its scores away. The largest becomes the reference only if
@@ -142,7 +142,7 @@ class PairBias(Kernel):
 
 
 @dataclasses.dataclass(frozen=True)
-class PairBiasTiles(Kernel):
+class PairBiasTiles(KernelVariant):
     """pair_bias [b,h,q,k] of any strides -> tiles [b,h,tiles of k,tiles of q,64 * 64], zero past the ends.
 
     Within a tile it lies as the threads of a warpgroup hold transposed scores: `KeyGradients` reads four numbers at a time. The

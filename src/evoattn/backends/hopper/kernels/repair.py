@@ -17,13 +17,13 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
 from evoattn.backends.hopper.kernels.key_bias import TERMS
-from evoattn.backends.hopper.lib.primitives import LOWEST, LOWEST_KEY, MASKED, broadcast_load, mma_m16n8k16, packed
+from evoattn.backends.hopper.lib.primitives import LOWEST, LOWEST_KEY, MASKED, broadcast_load, mma_m16n8k16, pack_words
 from evoattn.core.numerics import LOG2E
 
 WARP_QUERIES = 16
 """Queries of a warp."""
 
-_KEYS = 16  # at a time
+_KEYS_AT_A_TIME = 16
 _ROUNDING = 2.0**-18  # of a score: less than an LSE is allowed to be off, more than two ways to add it up differ
 
 
@@ -53,7 +53,7 @@ def repair_queries(variant, args, b: Int32, n: Int32, h: Int32, first: Int32):
             references[x] = broadcast_load(args.mPairReference, b, h, lines[x])
     true_top = cute.make_rmem_tensor(2, Float32)  # the largest scores with the biases as they are
     true_top.fill(-Float32.inf)
-    for j0 in cutlass.range(0, LK, _KEYS, unroll=1):
+    for j0 in cutlass.range(0, LK, _KEYS_AT_A_TIME, unroll=1):
         S = [_scores(variant, rQ, args, references, true_top, (b, n, h), lines, j0 + 8 * x, bias_row, g, t) for x in range(2)]
         p = cute.make_rmem_tensor((2, 2, 2), Float32)  # key of a pair, query, tile
         for x in range_constexpr(2):
@@ -74,7 +74,7 @@ def repair_queries(variant, args, b: Int32, n: Int32, h: Int32, first: Int32):
                 acc_O[2 * x + 1, y] = acc_O[2 * x + 1, y] * shrink
         short = cute.make_rmem_tensor(8, variant.dtype)
         short.store(p.load().to(variant.dtype))
-        P = [packed(short)[x] for x in range(4)]
+        P = [pack_words(short)[x] for x in range(4)]
         for y in range_constexpr(tiles):
             B = cute.make_rmem_tensor(4, variant.dtype)
             for x in range_constexpr(4):
@@ -82,7 +82,7 @@ def repair_queries(variant, args, b: Int32, n: Int32, h: Int32, first: Int32):
                 B[x] = variant.dtype(0.0)
                 if key < LK:
                     B[x] = args.mV[b, n, h, key, 8 * y + g]
-            sums = mma_m16n8k16(variant.dtype, [acc_O[x, y] for x in range(4)], P, [packed(B)[0], packed(B)[1]])
+            sums = mma_m16n8k16(variant.dtype, [acc_O[x, y] for x in range(4)], P, [pack_words(B)[0], pack_words(B)[1]])
             for x in range_constexpr(4):
                 acc_O[x, y] = sums[x]
     _store(variant, args, (b, n, h), queries, acc_O, top, true_top, total, t)

@@ -13,19 +13,19 @@ import cuda.bindings.driver as cuda
 from cutlass import BFloat16, Float32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.launch import Kernel, float32_spec, lines_spec, sym_sizes
+from evoattn.backends.hopper.launch import KernelVariant, float32_spec, lines_spec, sym_sizes
 from evoattn.backends.hopper.lib.primitives import VETO, three_terms
 from evoattn.backends.hopper.lib.schedule import place
 from evoattn.backends.hopper.tiles import MMA_M
 from evoattn.core.numerics import LN2, LOG2E
 
-TILE = 4 * MMA_M
+TILE_WORDS = 4 * MMA_M
 """Words of statistics of 64 queries (`write_statistics`)."""
 
-NEVER = -1e30
-"""In place of -LSE for a query without probabilities."""
+NO_NEG_LSE = -1e30
+"""In place of -LSE, for a query that attends to nothing."""
 
-STEP = 16.0
+FLOAT16_STEP = 16.0
 """float16 has -LSE / scale in these units: a pair bias brings it to -524,032, and a little beyond."""
 
 
@@ -45,7 +45,7 @@ def delta_units(dtype: Any) -> tuple[float, float, float]:
 
 def step_of(dtype: Any) -> float:
     """The unit of -LSE / scale and of a key's bias / scale in the kernel of the keys."""
-    return 1.0 if dtype is BFloat16 else STEP
+    return 1.0 if dtype is BFloat16 else FLOAT16_STEP
 
 
 def write_statistics(to: Any, q: Any, low: Any, delta: Any, alpha: Any, dtype: Any) -> None:
@@ -55,7 +55,7 @@ def write_statistics(to: Any, q: Any, low: Any, delta: Any, alpha: Any, dtype: A
     d2 stands in w in bfloat16. float16 has VETO there, which meets a masked key.
     """
     step = step_of(dtype)
-    low = arch.fmax(low * alpha * Float32(1.0 / step), Float32(NEVER if dtype is BFloat16 else -65504.0))
+    low = arch.fmax(low * alpha * Float32(1.0 / step), Float32(NO_NEG_LSE if dtype is BFloat16 else -65504.0))
     u, (d0, d1, d2) = dtype(step), delta_terms(delta, dtype)
     w = d2 if dtype is BFloat16 else dtype(VETO)
     terms = cute.make_rmem_tensor(8, dtype)
@@ -65,8 +65,8 @@ def write_statistics(to: Any, q: Any, low: Any, delta: Any, alpha: Any, dtype: A
 
 
 @dataclasses.dataclass(frozen=True)
-class Statistics(Kernel):
-    """o, do [b,n,h,q,c], lse, dlse [b,n,h,q] -> stats [b,n,h,tiles * TILE]. A thread finds those of one query.
+class Statistics(KernelVariant):
+    """o, do [b,n,h,q,c], lse, dlse [b,n,h,q] -> stats [b,n,h,tiles * TILE_WORDS]. A thread finds those of one query.
 
     It runs if `QueryGradients`, which also finds them, does not.
     """
@@ -79,35 +79,35 @@ class Statistics(Kernel):
     gate: bool = False
 
     @cute.jit
-    def __call__(self, o, do, lse, dlse, stats, scale, stream: cuda.CUstream):
-        B, N, H, words = stats.shape
-        self.kernel(o, do, lse, dlse, stats, scale).launch(
-            grid=(B * N * H, words // TILE, 1), block=(MMA_M, 1, 1), stream=stream
+    def __call__(self, mO, mdO, mLSE, mdLSE, mStats, scale, stream: cuda.CUstream):
+        B, N, H, words = mStats.shape
+        self.kernel(mO, mdO, mLSE, mdLSE, mStats, scale).launch(
+            grid=(B * N * H, words // TILE_WORDS, 1), block=(MMA_M, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, o, do, lse, dlse, stats, scale):
+    def kernel(self, mO, mdO, mLSE, mdLSE, mStats, scale):
         tid, _, _ = arch.thread_idx()
         row, x, _ = arch.block_idx()
-        h, n, b = place(row, o.shape[2], o.shape[1])
+        h, n, b = place(row, mO.shape[2], mO.shape[1])
         q = x * MMA_M + tid
         both = cute.make_rmem_tensor(2, Float32)  # -LSE and -delta
-        both[0], both[1] = Float32(NEVER), Float32(0.0)
-        if q < o.shape[3]:
+        both[0], both[1] = Float32(NO_NEG_LSE), Float32(0.0)
+        if q < mO.shape[3]:
             delta = Float32(0.0)
             for j in range_constexpr(0 if self.gate else self.channels // 8):
                 rO, rdO = cute.make_rmem_tensor(8, self.dtype), cute.make_rmem_tensor(8, self.dtype)
-                cute.autovec_copy(cute.local_tile(o[b, n, h, q, None], (8,), (j,)), rO)
-                cute.autovec_copy(cute.local_tile(do[b, n, h, q, None], (8,), (j,)), rdO)
+                cute.autovec_copy(cute.local_tile(mO[b, n, h, q, None], (8,), (j,)), rO)
+                cute.autovec_copy(cute.local_tile(mdO[b, n, h, q, None], (8,), (j,)), rdO)
                 for y in range_constexpr(8):
                     delta = delta + rO[y].to(Float32) * rdO[y].to(Float32)
             both[1] = -delta
-            value = lse[b, n, h, q]
+            value = mLSE[b, n, h, q]
             if value > Float32(-float("inf")):
                 both[0] = -value * LN2
                 if const_expr(self.dlse):
-                    both[1] = dlse[b, n, h, q] * LOG2E - delta
-        to = cute.local_tile(stats[b, n, h, None], (TILE,), (x,))
+                    both[1] = mdLSE[b, n, h, q] * LOG2E - delta
+        to = cute.local_tile(mStats[b, n, h, None], (TILE_WORDS,), (x,))
         write_statistics(to, tid, both[0], both[1], Float32(1.0) / scale, self.dtype)
 
     def arguments(self) -> tuple[Any, ...]:

@@ -10,12 +10,12 @@ from cutlass import BFloat16, Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import cpasync, warp
 
-from evoattn.backends.hopper.lib.primitives import broadcast_index, finite_two
+from evoattn.backends.hopper.lib.primitives import broadcast_index, make_finite_two
 from evoattn.backends.hopper.lib.ring import Ring
 from evoattn.backends.hopper.tiles import KEYS, MMA_M
 
 _VECTOR = 8  # elements of 16 bytes
-_TILES = 4  # tiles of keys of a panel that load together
+_TILES_AT_A_TIME = 4  # tiles of keys of a panel that load together
 
 
 def load_tma(x: Any, layout: Any, tile: tuple[int, ...], axes: tuple[int, ...] = (3, 4, 2, 1, 0)) -> Any:
@@ -58,7 +58,7 @@ class TmaTiles:
     def load(self, coord: tuple[Any, ...], tile: Any, ring: Ring, stage: Any) -> None:
         """Load the tile at `coord` into tile `tile` of shared memory, for a stage of a ring, by all threads of a warp."""
         source = (None, *coord)
-        cute.copy(self.atom, self.gX[source], self.sX[None, tile], tma_bar_ptr=ring.barrier(stage))
+        cute.copy(self.atom, self.gX[source], self.sX[None, tile], tma_bar_ptr=ring.full_barrier(stage))
 
     def store(self, tile: Any, coord: tuple[Any, ...]) -> None:
         """Store a tile of shared memory, by all threads of a warp."""
@@ -70,7 +70,7 @@ def bulk_load(source: Any, target: Any, ring: Ring, stage: Any) -> None:
     """Load a contiguous tensor into shared memory, for a stage of a ring, by one thread."""
     atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), target.element_type)
     gX, sX = (cute.group_modes(x, 0, cute.rank(x)) for x in (source, target))
-    cute.copy(atom, gX, sX, mbar_ptr=ring.barrier(stage))
+    cute.copy(atom, gX, sX, mbar_ptr=ring.full_barrier(stage))
 
 
 @cute.jit
@@ -90,20 +90,20 @@ def load_panel(
     rows = [(thread + x * threads) // across for x in range(vectors)]
     lines = [mPair[b, h, cutlass.min(first + row, mPair.shape[2] - 1), None] for row in rows]
     keys = [Int32(cutlass.select_(first + row < mPair.shape[2], mPair.shape[3], 0)) for row in rows]
-    for j0 in cutlass.range(0, blocks, _TILES, unroll=1):
-        rPair = [cute.make_rmem_tensor(4, Int32) for _ in range(_TILES * vectors)]
-        for u in range_constexpr(_TILES * vectors):
+    for j0 in cutlass.range(0, blocks, _TILES_AT_A_TIME, unroll=1):
+        rPair = [cute.make_rmem_tensor(4, Int32) for _ in range(_TILES_AT_A_TIME * vectors)]
+        for u in range_constexpr(_TILES_AT_A_TIME * vectors):
             word = (j0 + u // vectors) * across + column
             rPair[u].fill(0)
             if word * _VECTOR < keys[u % vectors]:
                 start = cute.recast_ptr((lines[u % vectors].iterator + word * _VECTOR).align(16), dtype=Int32)
                 cute.autovec_copy(cute.make_tensor(start, 4), rPair[u])
-        for u in range_constexpr(_TILES * vectors):
+        for u in range_constexpr(_TILES_AT_A_TIME * vectors):
             j = j0 + u // vectors
             if j < blocks:
                 if const_expr(dtype is BFloat16):  # float16's -inf ends in NaN and so in `repair`
                     for y in range_constexpr(4):
-                        rPair[u][y] = finite_two(rPair[u][y])
+                        rPair[u][y] = make_finite_two(rPair[u][y])
                 row = rows[u % vectors]
                 target = cute.local_tile(sPair[None, None, j * halves + row // MMA_M], (1, _VECTOR), (row % MMA_M, column))
                 cute.autovec_copy(cute.recast_tensor(rPair[u], dtype), target[0, None])

@@ -121,12 +121,10 @@ def row_at_rank(variant, rank: Int32, b: Int32, live: LiveRows, any_skipped: Boo
 
 
 @cute.jit
-def clear_skipped(
-    variant, live: LiveRows, sizes: LineSizes, zeros: int, copies, mdMask: Any, first: Int32, step: Int32, lane: Int32
-):
-    """Zeros for what is not in the line: a warp's share, each `step`-th from `first` on.
+def clear_skipped(live: LiveRows, sizes: LineSizes, zeros: int, copies, mdMask: Any, first: Int32, step: Int32, lane: Int32):
+    """Write zeros for all that is not in the line: a warp's share, each `step`-th from `first` on.
 
-    zeros: the tile of shared memory with 16 rows of zeros. copies: of dk and dv; of dq, for rows whose keys are all masked,
+    zeros: the tile of shared memory with 16 rows of zeros. copies: of dk and dv; of dq, for empty rows,
     or None; and how many tiles dq has.
     """
     B, N, H, NK = sizes

@@ -49,8 +49,8 @@ def mn_major(dtype: Any, rows: int, columns: int, buffers: int) -> Any:
     return tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, columns, buffers), (0, 1, 2))
 
 
-def multiply(dtype: Any, a_in_shared: bool, b_major: OperandMajorMode, n: int, accumulate: Any = True) -> Any:
-    """A wgmma of 64 x n x 16 with a float32 accumulator, which it adds to or overwrites."""
+def make_wgmma(dtype: Any, a_in_shared: bool, b_major: OperandMajorMode, n: int, accumulate: Any = True) -> Any:
+    """Make a wgmma of 64 x n x 16 with a float32 accumulator, which it adds to or overwrites."""
     source = warpgroup.OperandSource.SMEM if a_in_shared else warpgroup.OperandSource.RMEM
     operation = warpgroup.MmaF16BF16Op(dtype, Float32, (64, n, 16), source, OperandMajorMode.K, b_major)
     tiled = make_tiled_mma(operation)
@@ -84,12 +84,12 @@ def broadcast_load(x: Any, b: Any, h: Any, *others: Any) -> Any:
     return x[index]
 
 
-def packed(fragment: Any) -> Any:
+def pack_words(fragment: Any) -> Any:
     """A register fragment of 16-bit numbers as 32-bit words."""
     return cute.recast_tensor(cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment))), Int32)
 
 
-def coefficients(to: Any, alpha: Any, t4: Any, dtype: Any) -> None:
+def fill_coefficients(to: Any, alpha: Any, t4: Any, dtype: Any) -> None:
     """Fill 8 of an A fragment's 16 channels with the coefficients of a key bias: alpha's own terms, see key_bias.py."""
     a0, a1, a2 = three_terms(alpha, dtype)
     veto = dtype(0.0 if dtype is BFloat16 else VETO)
@@ -104,7 +104,7 @@ def select_quad(t4: Any, *four: Any) -> Any:
 
 def pin_registers(fragment: Any, lane: Any) -> None:
     """Let constants of a product stay in registers: a shuffle hides that the compiler could make them anew before each."""
-    words = packed(fragment)
+    words = pack_words(fragment)
     for x in range(cute.size(words)):
         words[x] = arch.shuffle_sync(words[x], lane)
 
@@ -130,14 +130,14 @@ def sigmoid(x: Any) -> Any:
     return arch.rcp_approx(Float32(1.0) + cute.math.exp2(x * Float32(-LOG2E), fastmath=True))
 
 
-def finite(x: Any) -> Any:
-    """-inf as MASKED, any other number below SHALLOW as SHALLOW; NaN stays."""
+def make_finite(x: Any) -> Any:
+    """Return -inf as MASKED, any other number below SHALLOW as SHALLOW; NaN stays."""
     shallow = Float32(select_(x < SHALLOW, Float32(SHALLOW), x))
     return Float32(select_(x == -Float32.inf, Float32(MASKED), shallow))
 
 
-def finite_two(x: Any) -> Any:
-    """`finite` of two bfloat16 numbers in 32 bits."""
+def make_finite_two(x: Any) -> Any:
+    """`make_finite` of two bfloat16 numbers in 32 bits."""
     return arch.inline_ptx(
         "{ .reg .b32 shallow, lowest, deep;\n"
         "mov.b32 shallow, 0xf100f100;\n"
@@ -151,8 +151,8 @@ def finite_two(x: Any) -> Any:
     )
 
 
-def unseen(word: Any) -> Any:
-    """The same 32 bits, whose source the compiler cannot see."""
+def hide(word: Any) -> Any:
+    """Return the same 32 bits, whose source the compiler cannot see."""
     return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word])
 
 

@@ -68,7 +68,7 @@ class Ring:
             return self.offset + stage
         return stage if self.part is None else self.part * self.stages + stage
 
-    def _consumed(self, barriers: Any, stage: Any) -> Any:
+    def _consumer_barrier(self, barriers: Any, stage: Any) -> Any:
         """The barrier of a consumer's stage. The order of the additions is the one that the kernels were timed with."""
         if self.offset is not None:
             return barriers + self.offset + stage
@@ -84,7 +84,7 @@ class Ring:
             phase ^= 1
         return Slot(stage, phase)
 
-    def barrier(self, stage: Any) -> Any:
+    def full_barrier(self, stage: Any) -> Any:
         """The barrier that the copies into a stage arrive at."""
         return self.full + self.index(stage)
 
@@ -98,19 +98,19 @@ class Ring:
 
     def expect(self, stage: Any, transferred: int) -> None:
         """Expect so many bytes of copies in a stage."""
-        arch.mbarrier_arrive_and_expect_tx(self.barrier(stage), transferred)
+        arch.mbarrier_arrive_and_expect_tx(self.full_barrier(stage), transferred)
 
     def consumer_wait(self, slot: Slot) -> None:
         """Wait until a stage is full."""
-        arch.mbarrier_wait(self._consumed(self.full, slot.stage), slot.phase)
+        arch.mbarrier_wait(self._consumer_barrier(self.full, slot.stage), slot.phase)
 
-    def emptied(self, stage: Any) -> Any:
+    def empty_barrier(self, stage: Any) -> Any:
         """The barrier that warps arrive at that have read a stage."""
-        return self._consumed(self.empty, stage)
+        return self._consumer_barrier(self.empty, stage)
 
     def consumer_release(self, stage: Any, lane: Any) -> None:
         """Say that this warp has read a stage."""
-        release(self.emptied(stage), lane)
+        release(self.empty_barrier(stage), lane)
 
 
 @cute.jit

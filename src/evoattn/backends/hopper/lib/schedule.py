@@ -170,7 +170,7 @@ def first_row(panel: Any, n: Any, change: Any) -> Any:
     return panel * (n + change) + change
 
 
-def reached(time: Any, n: Any, change: Any) -> Any:
+def count_units(time: Any, n: Any, change: Any) -> Any:
     """The number of units of a line that come before a time, if each panel has n rows."""
     panel = time // (n + change)
     return panel * n + larger(time - first_row(panel, n, change), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -99,6 +100,9 @@ class BackwardChoices:
     key: KeyVariant | None  # of `KeyGradients`, if it runs
     skips: bool  # whether these two skip the rows that a mask leaves no key
     groups: HeadGroups  # heads that are launched together
+    heads: int  # how many (b, h) that are
+    panels: int  # panels of 64 queries of a (b, h)
+    key_panels: int  # panels of 64 keys of a (b, h)
     clusters: int  # of `QueryGradients`; a block without others is one
     key_blocks: int  # blocks of `KeyGradients`
     row_blocks: int  # blocks of `FusedGradients`
@@ -108,21 +112,6 @@ class BackwardChoices:
     def streams(self) -> bool:
         """True if the pair bias streams through `KeyGradients`."""
         return self.key is not None and self.key.ring > 0
-
-    @property
-    def panels(self) -> int:
-        """Panels of 64 queries of a (b, h)."""
-        return -(-self.problem.lq // MMA_M)
-
-    @property
-    def key_panels(self) -> int:
-        """Panels of 64 keys of a (b, h)."""
-        return -(-self.problem.lk // MMA_M)
-
-    @property
-    def heads(self) -> int:
-        """The (b, h) that are launched together."""
-        return self.groups.b * self.groups.h
 
     @property
     def added(self) -> Tensor | None:
@@ -164,8 +153,9 @@ def choose_kernels(problem: Problem, inputs: Inputs, *, scale: float, dlse: bool
     panels, key_panels = -(-problem.lq // MMA_M), -(-problem.lk // MMA_M)
     groups = HeadGroups.of(q, pair_bias if key is not None and key.ring else None, key_panels * n, processors)
     heads = groups.b * groups.h
-    clustered = query is not None and query.cluster > 1
-    at_once = resident_clusters(query.cluster, SHARED, q.device) if query is not None and clustered else processors
+    at_once = processors
+    if query is not None and query.cluster > 1:
+        at_once = resident_clusters(query.cluster, SHARED, q.device)
     # KeyGradients takes lse / unit in float16, up to FLOAT16_STEP times its largest; with a pair bias lse goes to 65,504
     factor, unit = split_scale(scale, 2.0 / FLOAT16_STEP) if q.dtype == torch.float16 and pair else split_scale(scale)
     idle_warp = key is not None and key.streams + bool(key.ring) < 4
@@ -184,6 +174,9 @@ def choose_kernels(problem: Problem, inputs: Inputs, *, scale: float, dlse: bool
         key=key,
         skips=skips,
         groups=groups,
+        heads=heads,
+        panels=panels,
+        key_panels=key_panels,
         clusters=min(at_once, heads * panels * n),
         key_blocks=min(processors, heads * key_panels * n),
         row_blocks=min(processors, problem.b * n * problem.h),
@@ -191,28 +184,14 @@ def choose_kernels(problem: Problem, inputs: Inputs, *, scale: float, dlse: bool
     )
 
 
-class BackwardTensors(NamedTuple):
-    """All that the launches of a group of heads read and write: as layouts, or as addresses."""
+class BackwardTensors(
+    namedtuple("BackwardTensors", "do q k v o lse dlse dq dk dv dmask pair tiles sums dpair key_terms ends order starts")
+):
+    """All that the launches of a group of heads read and write: as layouts, or as addresses.
 
-    do: Any
-    q: Any
-    k: Any
-    v: Any
-    o: Any
-    lse: Any
-    dlse: Any
-    dq: Any
-    dk: Any
-    dv: Any
-    dmask: Any  # each head's part of d(mask bias)
-    pair: Any  # the pair bias, measured from its references
-    tiles: Any  # the same as tiles that stream
-    sums: Any  # what blocks add d(pair bias) to, or what their parts are summed to
-    dpair: Any  # d(pair bias) in its final dtype
-    key_terms: Any
-    ends: Any
-    order: Any
-    starts: Any
+    dmask: each head's part of d(mask bias). pair, tiles: the pair bias, measured from its references, and the same as tiles
+    that stream. sums: what blocks add d(pair bias) to, or what their parts are summed to. dpair: d(pair bias) in its own dtype.
+    """
 
 
 GroupLaunch = Callable[[BackwardTensors, int, int], None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,55 +59,40 @@ _HEAD_AXES = BackwardTensors(
 """The axis of the heads of each tensor, if it has one."""
 
 
-def plan_backward(
-    cotangents: Cotangents,
-    inputs: Inputs,
-    outputs: Outputs,
-    *,
-    scale: float,
-    layout: str,
-    needs: tuple[bool, ...],
-    deterministic: bool,
-    into: Sequence[Tensor | None] | None = None,
-) -> Plan:
-    """Plan the gradients that `needs` asks for, of canonical tensors with these strides.
+class _Pass(NamedTuple):
+    """The arguments of a backend's `plan_backward`; see `evoattn.backends`."""
 
-    Args:
-        cotangents, inputs, outputs, scale, needs, deterministic: see `evoattn.backends`.
-        layout: of the gradients of q, k, v and the gate.
-        into: the layouts of dq, dk, dv and dgate, in place of `layout`.
-    """
-    planner, wanted = Planner(inputs.q.device), Needs(*needs)
-    options: dict[str, Any] = {"scale": scale, "layout": layout, "needs": wanted, "deterministic": deterministic}
-    plan = _plan_gradients if inputs.gate is None else _plan_gated_gradients
-    run = plan(planner, cotangents, inputs, outputs, **options, into=into)
+    cotangents: Cotangents
+    inputs: Inputs
+    outputs: Outputs
+    scale: float
+    layout: str
+    needs: Needs
+    deterministic: bool
+    into: Sequence[Tensor | None] | None = None
+    gated: bool = False  # whether the cotangents are what `GatePass` has made, and o is not read
+
+
+def plan_backward(cotangents: Cotangents, inputs: Inputs, outputs: Outputs, *, needs: tuple[bool, ...], **options: Any) -> Plan:
+    """Plan the gradients that `needs` asks for, of canonical tensors with these strides; `options` are those of a backend."""
+    planner, work = Planner(inputs.q.device), _Pass(cotangents, inputs, outputs, needs=Needs(*needs), **options)
+    run = _plan_gradients(planner, work) if inputs.gate is None else _plan_gated_gradients(planner, work)
     gate = GATED_BACKWARD if inputs.gate is not None and cotangents.do is not None else None
-    return planner.make_plan(run, gate=gate, writes_into=into is not None)
+    return planner.make_plan(run, gate=gate, writes_into=work.into is not None)
 
 
-def _plan_gradients(
-    planner: Planner,
-    cotangents: Cotangents,
-    inputs: Inputs,
-    outputs: Outputs,
-    *,
-    scale: float,
-    layout: str,
-    needs: Needs,
-    deterministic: bool,
-    into: Sequence[Tensor | None] | None,
-    gated: bool = False,
-) -> Run:
-    """Plan all gradients but that of the gate; `gated`: the cotangents are what `GatePass` has made, and o is not read."""
-    problem = describe(inputs, needs=needs, deterministic=deterministic)
-    choices = choose_kernels(problem, inputs, scale=scale, dlse=cotangents.dlse is not None, gated=gated)
+def _plan_gradients(planner: Planner, work: _Pass) -> Run:
+    """Plan all gradients but that of the gate."""
+    inputs, needs, q = work.inputs, work.needs, work.inputs.q
+    problem = describe(inputs, needs=needs, deterministic=work.deterministic)
+    dlse = work.cotangents.dlse is not None
+    choices = choose_kernels(problem, inputs, scale=work.scale, dlse=dlse, gated=work.gated)
     workspace, gradient = planner.workspace, choices.gradient
     terms, cleared_by_torch = _plan_key_terms(planner, choices, inputs)
-    reads, copies = _plan_reads(planner, choices, cotangents, inputs, outputs)
-    q = inputs.q
-    writes: Sequence[Any] = [layouts.empty(x.shape, layout, q.new_empty(0, device="meta")) for x in inputs.qkv]
-    if into is not None:
-        writes = into[:3]
+    reads, copies = _plan_reads(planner, choices, work)
+    writes: Sequence[Any] = [layouts.empty(x.shape, work.layout, q.new_empty(0, device="meta")) for x in inputs.qkv]
+    if work.into is not None:
+        writes = work.into[:3]
     at_stats = 0 if choices.fused else workspace.add(choices.stats)
     tile = functools.partial(_plan_tiles, planner, choices) if choices.streams else None
     pair = plan_pair_bias(planner, inputs.pair_bias, q, problem.lk, bounded=True, tile=tile)
@@ -240,11 +225,9 @@ def _plan_key_terms(planner: Planner, choices: BackwardChoices, inputs: Inputs) 
     return terms, added is not None and (terms.terms is None or clears is None)
 
 
-def _plan_reads(
-    planner: Planner, choices: BackwardChoices, cotangents: Cotangents, inputs: Inputs, outputs: Outputs
-) -> tuple[dict[str, Tensor], list[tuple[int, Copy]]]:
+def _plan_reads(planner: Planner, choices: BackwardChoices, work: _Pass) -> tuple[dict[str, Tensor], list[tuple[int, Copy]]]:
     """Plan what the kernels read: the layouts of do, q, k, v, o, lse and dlse, and the copies that this takes, by place."""
-    (do, dlse), (q, k, v), (o, lse, _) = cotangents, inputs.qkv, outputs
+    (do, dlse), (q, k, v), (o, lse, _) = work.cotangents, work.inputs.qkv, work.outputs
     loads: dict[str, tuple[Tensor, Copy | None]] = {
         "do": plan_load(planner, o if do is None else do),
         "q": plan_load(planner, q, choices.factor, "q"),
@@ -258,32 +241,18 @@ def _plan_reads(
     return {name: x for name, (x, _) in loads.items()}, copies
 
 
-def _plan_gated_gradients(
-    planner: Planner,
-    cotangents: Cotangents,
-    inputs: Inputs,
-    outputs: Outputs,
-    *,
-    layout: str,
-    needs: Needs,
-    into: Sequence[Tensor | None] | None,
-    **options: Any,
-) -> Run:
+def _plan_gated_gradients(planner: Planner, work: _Pass) -> Run:
     """Plan the gate's pass, then the backward of a call without a gate on what that has made.
 
     If o has no cotangent, the gate has no part in it, and its gradient is 0.
     """
-    gated, delta, gate_pass = cotangents.do, cotangents.dlse, None
+    needs, gate_pass, after = work.needs, None, None
     of_others = needs.q or needs.k or needs.v or needs.mask_bias or needs.pair_bias
-    if gated is not None:
-        dgate = None if into is None else into[3]
-        gate_pass = _plan_gate_pass(planner, cotangents, inputs, outputs, layout, dgate, passes=of_others, gradient=needs.gate)
-        gated, delta = layouts.empty(outputs.o.shape, layout, outputs.o, "meta"), floats(*outputs.lse.shape)
-    after = None
+    if work.cotangents.do is not None:
+        gate_pass, made = _plan_gate_pass(planner, work, passes=of_others)
+        work = work._replace(cotangents=made, outputs=work.outputs._replace(o=made.do), gated=True)
     if of_others:
-        options |= {"layout": layout, "needs": needs, "into": into, "gated": gate_pass is not None}
-        read = outputs if gated is None else outputs._replace(o=gated)
-        after = _plan_gradients(planner, Cotangents(gated, delta), inputs, read, **options)
+        after = _plan_gradients(planner, work)
 
     def run(
         cotangents: Cotangents, inputs: Inputs, outputs: Outputs, gradients: Gradients
@@ -299,33 +268,19 @@ def _plan_gated_gradients(
     return run
 
 
-def _plan_gate_pass(
-    planner: Planner,
-    cotangents: Cotangents,
-    inputs: Inputs,
-    outputs: Outputs,
-    layout: str,
-    dgate: Tensor | None,
-    *,
-    passes: bool,
-    gradient: bool,
-) -> Callable[..., Cotangents]:
+def _plan_gate_pass(planner: Planner, work: _Pass, *, passes: bool) -> tuple[Callable[..., Cotangents], Any]:
     """Plan the gate's pass: a function of (cotangents, gate, o, dgate) that returns the cotangents for the other kernels.
 
-    Args:
-        planner, cotangents, inputs, outputs: of the backward.
-        layout: of what it writes.
-        dgate: the layout of dgate, in place of `layout`.
-        passes, gradient: as `GatePass` has them.
+    Returns the layouts of these cotangents besides. `passes`: as `GatePass` has it.
     """
-    device, dlse = inputs.q.device, cotangents.dlse  # outputs may be planned on the device "meta"
-    tensors = ((outputs.o, ""), (cotangents.do, ""), (inputs.gate, "gate"))
+    device, dlse, o = work.inputs.q.device, work.cotangents.dlse, work.outputs.o  # which may be planned on the device "meta"
+    tensors = ((o, ""), (work.cotangents.do, ""), (work.inputs.gate, "gate"))
     loads = [plan_load(planner, x, name=name) for x, name in tensors if x is not None]
     copies = [(i, copy) for i, (_, copy) in enumerate(loads) if copy is not None]
-    gated_like = layouts.empty(outputs.o.shape, layout, outputs.o, "meta")
-    delta_like = floats(*outputs.lse.shape)
-    options = {"dlse": dlse is not None and passes, "passes": passes, "gradient": gradient}
-    kernel = GatePass(types[outputs.o.dtype], gated_like.shape[-1], **options)
+    gated_like, delta_like = layouts.empty(o.shape, work.layout, o, "meta"), floats(*work.outputs.lse.shape)
+    options = {"dlse": dlse is not None and passes, "passes": passes, "gradient": work.needs.gate}
+    kernel = GatePass(types[o.dtype], gated_like.shape[-1], **options)
+    dgate = None if work.into is None else work.into[3]
     dgate = gated_like if dgate is None else dgate
     launch = planner.plan_launch(kernel, *(x for x, _ in loads), dlse, gated_like, delta_like, dgate)
 
@@ -335,4 +290,4 @@ def _plan_gate_pass(
         launch(*addresses((*tensors, cotangents.dlse, gated, delta, dgate)))
         return Cotangents(gated, delta)
 
-    return run
+    return run, Cotangents(gated_like, delta_like)

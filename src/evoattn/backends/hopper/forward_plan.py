@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,21 +36,13 @@ _CONFIG = Config(block_q=FORWARD_QUERIES, block_k=KEYS)
 """The tiles, which are the same for every problem."""
 
 
-class ForwardTensors(NamedTuple):
-    """All that the launches of a group of heads read and write: as layouts, or as addresses."""
+class ForwardTensors(
+    namedtuple("ForwardTensors", "q k v key_terms ends key_bias raw_pair pair o lse reference pair_reference")
+):
+    """All that the launches of a group of heads read and write: as layouts, or as addresses.
 
-    q: Any
-    k: Any
-    v: Any
-    key_terms: Any
-    ends: Any
-    key_bias: Any
-    raw_pair: Any  # the pair bias as the user gives it
-    pair: Any  # as the kernel reads it
-    o: Any
-    lse: Any
-    reference: Any
-    pair_reference: Any
+    raw_pair, pair: the pair bias as the user gives it, and as the kernel reads it.
+    """
 
 
 _HEAD_AXES = ForwardTensors(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import namedtuple
-from typing import Any, NamedTuple
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -33,13 +33,8 @@ NEG_LSE, NEG_DELTA, DLSE = range(3)
 """Columns of `sStats`, for each query of a row."""
 
 
-class QuerySizes(NamedTuple):
+class QuerySizes(namedtuple("QuerySizes", "n h panels lq")):
     """The sizes of a launch of `QueryGradients`: of n and h, the panels of 64 queries of a head, and the queries."""
-
-    n: Any
-    h: Any
-    panels: Any
-    lq: Any
 
 
 class Sums(namedtuple("Sums", "sParts sInbox parts_full parts_empty inbox_full inbox_empty")):

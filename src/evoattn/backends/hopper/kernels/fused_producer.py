@@ -6,7 +6,7 @@ third of the tiles of queries each, and write their statistics there.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute, range_constexpr
@@ -23,15 +23,8 @@ GROUPS = 3
 """Warpgroups that compute."""
 
 
-class FusedSizes(NamedTuple):
+class FusedSizes(namedtuple("FusedSizes", "n h key_tiles query_tiles lq thirds")):
     """The sizes of a launch: of n and h, tiles of keys and of queries, the queries, and where each third of tiles ends."""
-
-    n: Any
-    h: Any
-    key_tiles: Any
-    query_tiles: Any
-    lq: Any
-    thirds: Any
 
 
 def find_third(z, ends):

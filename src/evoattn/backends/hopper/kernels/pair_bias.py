@@ -39,8 +39,7 @@ class PairBias(KernelVariant):
     dtype: Any  # cutlass type of the pair bias
     width: int  # elements that load at a time (1, or as many as 16 bytes hold)
     _: dataclasses.KW_ONLY
-    # cutlass type of q, if it is not dtype. Beside float16 no bias lies below -65,504, where masked keys begin.
-    q_dtype: Any = None
+    q_dtype: Any  # cutlass type of q. Beside float16 no bias lies below -65,504, where masked keys begin.
     # whether what lies far below the largest is brought to LOWEST, which is as good as masked: `repair` does it in the
     # forward, and this for the backward.
     bounded: bool = False
@@ -134,7 +133,7 @@ class PairBias(KernelVariant):
     def _clean(self, value: Any, reference: Float32) -> Any:
         """A bias measured from the reference, and not too far below it; NaN stays."""
         x = value.to(Float32)
-        lowest = LOWEST if self.bounded else SHALLOW if (self.q_dtype or self.dtype) is BFloat16 else -65504.0
+        lowest = LOWEST if self.bounded else SHALLOW if self.q_dtype is BFloat16 else -65504.0
         masked = Float32(-math.inf if self.dtype is Float16 else MASKED)
         near = x - reference
         near = Float32(cutlass.select_(near < lowest, Float32(lowest), near))

@@ -13,7 +13,8 @@ Loads bypass the first cache, which may hold what lay there before this kernel b
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, const_expr, cute, range_constexpr
@@ -24,20 +25,12 @@ from evoattn.backends.hopper.lib.schedule import CHANGE, Span, change_of, first_
 from evoattn.backends.hopper.tiles import MMA_M
 
 
-class LiveRows(NamedTuple):
-    """The tensors `order` and `starts`; None without `skips`."""
-
-    order: Any
-    starts: Any
+class LiveRows(namedtuple("LiveRows", "order starts")):
+    """The two tensors; None without `skips`."""
 
 
-class LineSizes(NamedTuple):
+class LineSizes(namedtuple("LineSizes", "b n h panels")):
     """The sizes of a line: of b, n and h, and the panels of 64 keys of a head."""
-
-    b: Any
-    n: Any
-    h: Any
-    panels: Any
 
 
 def _load(x: Any, *coord: Any) -> Any:

@@ -20,6 +20,7 @@ that two blocks reach first. So blocks of all panels read about the same rows at
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import cutlass
@@ -50,28 +51,12 @@ def place(panel: Any, panels: Any, heads: Any) -> tuple[Any, Any, Any]:
 # ---- forward
 
 
-class ForwardSizes(NamedTuple):
-    """The sizes of a launch by which its blocks share the units.
-
-    Args:
-        blocks: of the launch.
-        heads: all (b, h).
-        panels: of a head.
-        n, lq: rows, and queries.
-    """
-
-    blocks: Any
-    heads: Any
-    panels: Any
-    n: Any
-    lq: Any
+class ForwardSizes(namedtuple("ForwardSizes", "blocks heads panels n lq")):
+    """The sizes by which blocks share the units: blocks of the launch, all (b, h), panels of a head, rows n, and queries."""
 
 
-class UnitRange(NamedTuple):
+class UnitRange(namedtuple("UnitRange", "first end")):
     """The units that a block does: from `first` on, before `end`."""
-
-    first: Any
-    end: Any
 
 
 def units_of(block: Any, sizes: ForwardSizes) -> UnitRange:
@@ -138,21 +123,12 @@ def interleaved_row(position: Any, phase: Any, interleave: Any, n: Any) -> Any:
 # ---- backward: these also take Python's numbers, in tests
 
 
-class Span(NamedTuple):
+class Span(namedtuple("Span", "begin end block each change")):
     """The stretch of the line that a block does.
 
-    Args:
-        begin, end: the times, or the units, at which it begins and ends.
-        block: the number of the block.
-        each: the time that each block has.
-        change: the time of a change to another panel.
+    begin, end: the times, or the units, at which it begins and ends. block: the number of the block. each: the time that each
+    block has. change: the time of a change to another panel.
     """
-
-    begin: Any
-    end: Any
-    block: Any
-    each: Any
-    change: Any
 
 
 def share(time: Any, blocks: Any) -> Any:

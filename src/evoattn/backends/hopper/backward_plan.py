@@ -95,7 +95,7 @@ def _plan_gradients(planner: Planner, work: _Pass) -> Run:
         writes = work.into[:3]
     at_stats = 0 if choices.fused else workspace.add(choices.stats)
     tile = functools.partial(_plan_tiles, planner, choices) if choices.streams else None
-    pair = plan_pair_bias(planner, inputs.pair_bias, q, problem.lk, bounded=True, tile=tile)
+    pair = plan_pair_bias(planner, inputs, bounded=True, plan_tiles=tile)
     at_parts = workspace.add(choices.parts)
     by_queries, by_keys = (choices.fused is not None or x is not None for x in (choices.query, choices.key))
     # those of dq, dk and dv that a kernel writes and nobody wants
@@ -219,9 +219,7 @@ def _plan_key_terms(planner: Planner, choices: BackwardChoices, inputs: Inputs) 
     vectors = CLEARED_VECTORS * problem.b * problem.n
     clears = None if added is None or max(added.numel(), 4 * vectors) > MOST_IN_32_BITS else added
     bounded = choices.bias is not None and inputs.mask_bias is not None
-    options: dict[str, Any] = {"clears": clears, "lists": choices.skips, "bounded": bounded}
-    always = problem.lk != keys
-    terms = plan_key_bias(planner, inputs.mask, inputs.mask_bias, inputs.q, problem.lk, room=keys, always=always, **options)
+    terms = plan_key_bias(planner, inputs, keys, clears=clears, lists=choices.skips, bounded=bounded)
     return terms, added is not None and (terms.terms is None or clears is None)
 
 

@@ -68,11 +68,11 @@ def plan_forward(inputs: Inputs, *, scale: float, layout: str) -> Plan:
 
 def _plan_attention(planner: Planner, inputs: Inputs, scale: float, layout: str) -> Callable[[Inputs, Outputs], None]:
     """Plan all but the gate: a function of (inputs, outputs)."""
-    q, k, v, mask, mask_bias, pair_bias, _ = inputs
+    (q, k, v), pair_bias = inputs.qkv, inputs.pair_bias
     b, n, h, lq, d = q.shape
     lk, device = k.shape[3], q.device
     factor, unit = split_scale(scale)
-    key_bias = mask is not None or mask_bias is not None or lk % KEYS != 0
+    key_bias = inputs.mask is not None or inputs.mask_bias is not None or lk % KEYS != 0
     float32_pair = pair_bias is not None and pair_bias.dtype == torch.float32
     resident = (pair_bias is None or pad_channels(d) < 64) and lk <= CHAIN * KEYS and not float32_pair
     exact = pair_bias is None or float32_pair or d == 8 or _is_exact(1.0 / unit, q.dtype)
@@ -80,8 +80,8 @@ def _plan_attention(planner: Planner, inputs: Inputs, scale: float, layout: str)
     variant = Forward(types[q.dtype], d, **options, float32_pair=float32_pair)
 
     tile = functools.partial(_plan_tiles, planner, q=q, unit=unit) if float32_pair else None
-    pair = plan_pair_bias(planner, pair_bias, q, lk, bounded=False, tile=tile)
-    terms = plan_key_bias(planner, mask, mask_bias, q, lk, always=key_bias, unrounded=pair_bias is not None)
+    pair = plan_pair_bias(planner, inputs, bounded=False, plan_tiles=tile)
+    terms = plan_key_bias(planner, inputs, -(-lk // KEYS) * KEYS, unrounded=pair_bias is not None)
 
     panels, processors = -(-lq // FORWARD_QUERIES), devices.processors(device)
     groups = HeadGroups.of(q, None if resident else pair_bias, panels * n, processors)

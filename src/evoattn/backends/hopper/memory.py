@@ -14,6 +14,7 @@ from evoattn.backends.hopper.kernels.pair_bias import PairBias
 from evoattn.backends.hopper.launch import types
 from evoattn.backends.hopper.planner import Planner
 from evoattn.backends.hopper.tiles import KEYS
+from evoattn.core.inputs import Inputs
 
 _LEAST_PLAIN_SCALE, _MOST_PLAIN_SCALE = 2.0**-12, 2.0**12
 """Positive scales between these reach the kernels as they are; of others a power of two goes into q."""
@@ -45,19 +46,13 @@ class PairMemory(NamedTuple):
     tiles: Tensor | None = None
 
 
-def plan_pair_bias(
-    planner: Planner,
-    pair_bias: Tensor | None,
-    q: Tensor,
-    keys: int,
-    *,
-    bounded: bool,
-    tile: Callable[[Tensor], tuple[Tensor, Any]] | None,
-) -> PairMemory:
-    """Plan what the kernels read of a pair bias [b|1,h|1,q|1,k|1]; nothing if there is none.
+PlanTiles = Callable[[Tensor], tuple[Tensor, Any]]
+"""A function that makes the layout of tiles that stream, and the launch to fill them, of the layout of a pair bias."""
 
-    bounded: as `PairBias` has it. tile: makes the layout of tiles, and their launch, of the layout of the pair bias.
-    """
+
+def plan_pair_bias(planner: Planner, inputs: Inputs, *, bounded: bool, plan_tiles: PlanTiles | None) -> PairMemory:
+    """Plan what the kernels read of a pair bias [b|1,h|1,q|1,k|1]; or nothing. `bounded`: as `PairBias` has it."""
+    q, pair_bias, keys = inputs.q, inputs.pair_bias, inputs.k.shape[3]
     if pair_bias is None:
         return PairMemory(lambda start, pair: (None, None, None))
     planner.copies.append("pair_bias: laid out anew once a pass, measured from the largest of each query")
@@ -68,7 +63,7 @@ def plan_pair_bias(
     width = 16 // pair_bias.element_size() if aligned else 1
     kernel = PairBias(types[pair_bias.dtype], width, q_dtype=types[q.dtype], bounded=bounded)
     subtract = planner.plan_launch(kernel, pair, out, references)
-    tiles, fill_tiles = (None, None) if tile is None else tile(out[..., :keys])
+    tiles, fill_tiles = (None, None) if plan_tiles is None else plan_tiles(out[..., :keys])
     at_tiles, at_pair, at_references = map(planner.workspace.add, (tiles, out, references))
 
     def make(start: int, pair: int | None) -> tuple[int, int, int]:
@@ -110,29 +105,26 @@ class KeyTerms(NamedTuple):
 
 def plan_key_bias(
     planner: Planner,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    q: Tensor,
-    lk: int,
+    inputs: Inputs,
+    room: int,
     *,
-    room: int = 0,
-    always: bool,
     clears: Tensor | None = None,
     lists: bool = False,
     unrounded: bool = False,
     bounded: bool = False,
 ) -> KeyTerms:
-    """Plan the terms of a key bias for at least `room` keys; nothing if there is none and `always` is False.
+    """Plan the terms of a key bias for `room` keys, all that a kernel reads; nothing if there is none, and as many keys.
 
     clears: the layout of float32 memory that the same launch clears.
     lists: whether it lists the rows that the mask leaves to each panel of keys.
     unrounded, bounded: as `KeyBias` has them.
     """
-    if mask is None and mask_bias is None and not always:
+    q, mask, mask_bias, lk = inputs.q, inputs.mask, inputs.mask_bias, inputs.k.shape[3]
+    if mask is None and mask_bias is None and lk == room:
         return KeyTerms(lambda *_: (None,) * 5)
     bias_type = None if mask_bias is None else types[mask_bias.dtype]
     batches, rows = (max((x.shape[axis] for x in (mask, mask_bias) if x is not None), default=1) for axis in (0, 1))
-    terms = torch.empty(batches * rows, -(-max(lk, room) // KEYS) * KEYS * TERMS, dtype=q.dtype, device="meta")
+    terms = torch.empty(batches * rows, -(-room // KEYS) * KEYS * TERMS, dtype=q.dtype, device="meta")
     ends = torch.empty(batches * rows, dtype=torch.int32, device="meta")
     cleared = None if clears is None else floats(clears.numel() // 4, 4)
     order = starts = None

@@ -21,7 +21,7 @@ that two blocks reach first. So blocks of all panels read about the same rows at
 from __future__ import annotations
 
 from collections import namedtuple
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -152,28 +152,16 @@ def count_units(time: Any, n: Any, change: Any) -> Any:
     return panel * n + larger(time - first_row(panel, n, change), 0)
 
 
-class PanelTimes(NamedTuple):
+class PanelTimes(namedtuple("PanelTimes", "phase turned straight between last place start")):
     """The times that `nth_row` needs: of a panel, and of one of the blocks that work on it.
 
     Up to three kinds of blocks work on a panel: the first came from the panel before, the blocks between do nothing else, and
     the last goes on to the next panel. Times count rows of a block, modulo the rows of the panel.
 
-    Args:
-        phase: of the first block, when it comes to the panel.
-        turned, straight: how many rows the first block does after its time has passed n, and before.
-        between: the number of blocks between.
-        last: the rows of the last block.
-        place: of this block among all of the panel.
-        start: the time of this block, when it comes to the panel.
+    phase: of the first block, when it comes to the panel. turned, straight: how many rows the first block does after its time
+    has passed n, and before. between: the number of blocks between. last: the rows of the last block. place: of this block
+    among all of the panel. start: the time of this block, when it comes to the panel.
     """
-
-    phase: Any
-    turned: Any
-    straight: Any
-    between: Any
-    last: Any
-    place: Any
-    start: Any
 
 
 def panel_times(start: Any, n: Any, each: Any, block: Any, unit: Any) -> PanelTimes:

@@ -98,9 +98,9 @@ class BackwardChoices:
     fused: int | None  # tiles of queries of `FusedGradients`, if that finds all gradients
     query: QueryVariant | None  # of `QueryGradients`, if it runs
     key: KeyVariant | None  # of `KeyGradients`, if it runs
-    skips: bool  # whether these two skip the rows that a mask leaves no key
+    skips: bool  # whether these two skip rows without a key
     groups: HeadGroups  # heads that are launched together
-    heads: int  # how many (b, h) that are
+    heads: int  # how many (b, h) these are
     panels: int  # panels of 64 queries of a (b, h)
     key_panels: int  # panels of 64 keys of a (b, h)
     clusters: int  # of `QueryGradients`; a block without others is one
@@ -156,7 +156,7 @@ def choose_kernels(problem: Problem, inputs: Inputs, *, scale: float, dlse: bool
     at_once = processors
     if query is not None and query.cluster > 1:
         at_once = resident_clusters(query.cluster, SHARED, q.device)
-    # KeyGradients takes lse / unit in float16, up to FLOAT16_STEP times its largest; with a pair bias lse goes to 65,504
+    # `KeyGradients` takes lse / unit in float16, up to FLOAT16_STEP times its largest; with a pair bias lse goes to 65,504
     factor, unit = split_scale(scale, 2.0 / FLOAT16_STEP) if q.dtype == torch.float16 and pair else split_scale(scale)
     idle_warp = key is not None and key.streams + bool(key.ring) < 4
     gradient = PairGradient.of(pair_bias, problem, idle_warp=idle_warp) if pair_bias is not None and needs.pair_bias else None

@@ -47,11 +47,11 @@ class PairMemory(NamedTuple):
 
 
 PlanTiles = Callable[[Tensor], tuple[Tensor, Any]]
-"""A function that makes the layout of tiles that stream, and the launch to fill them, of the layout of a pair bias."""
+"""A function of the layout of a pair bias. It returns the layout of tiles that stream, and the launch that fills them."""
 
 
 def plan_pair_bias(planner: Planner, inputs: Inputs, *, bounded: bool, plan_tiles: PlanTiles | None) -> PairMemory:
-    """Plan what the kernels read of a pair bias [b|1,h|1,q|1,k|1]; or nothing. `bounded`: as `PairBias` has it."""
+    """Plan what the kernels read of a pair bias [b|1,h|1,q|1,k|1], if there is one; `bounded`: as `PairBias` has it."""
     q, pair_bias, keys = inputs.q, inputs.pair_bias, inputs.k.shape[3]
     if pair_bias is None:
         return PairMemory(lambda start, pair: (None, None, None))
@@ -113,7 +113,7 @@ def plan_key_bias(
     unrounded: bool = False,
     bounded: bool = False,
 ) -> KeyTerms:
-    """Plan the terms of a key bias for `room` keys, all that a kernel reads; nothing if there is none, and as many keys.
+    """Plan the terms of a key bias for the `room` keys that a kernel reads; nothing if no key needs one.
 
     clears: the layout of float32 memory that the same launch clears.
     lists: whether it lists the rows that the mask leaves to each panel of keys.

@@ -205,7 +205,7 @@ def fused_tiles(problem: Problem, processors: int) -> int | None:
 
 
 def skips_rows(problem: Problem) -> bool:
-    """Return whether the two kernels skip the rows that a mask leaves no key.
+    """Return whether the two kernels skip rows without a key.
 
     They do not if a tile of zeros would take a stage: with 48 channels and no pair bias.
     """

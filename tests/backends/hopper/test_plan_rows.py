@@ -17,6 +17,7 @@ from evoattn.backends.hopper import backward_launches, head_groups, tiles
 from evoattn.backends.hopper.kernels import key_bias
 from evoattn.core.problem import Needs, Problem
 from tests.backends.hopper.planned_calls import launch_backward, launch_forward, random_outputs, skip_refused
+from tests.helpers import seams
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -125,7 +126,7 @@ def test_who_leaves_rows_out(
 ) -> None:
     """All kernels or none, where a mask may switch rows off and there is much to do; that of the keys clears dq then."""
     settings = {"n": 140, "h": 4, "lq": 260, "lk": 260, "d": 16, "mask": "padding", "pair_bias": "b1hqk", **changes}
-    c = testing.canonical(testing.Case("left_out", dtype=torch.bfloat16, **settings).make(seed=1))  # type: ignore[arg-type]
+    c = seams.canonical(testing.Case("left_out", dtype=torch.bfloat16, **settings).make(seed=1))  # type: ignore[arg-type]
     of_qkv = [torch.empty_like(x) if need else None for x, need in zip(c.qkv, needs, strict=False)]
     launch_backward(c, needs, gradients=(*of_qkv, None))
     assert kernels

@@ -23,6 +23,7 @@ from evoattn.backends.hopper.memory import is_aligned
 from evoattn.core.config import Config
 from evoattn.core.layouts import empty_gradients, empty_outputs, to_canonical
 from tests.backends.hopper.planned_calls import launch_backward, launch_forward, random_outputs, skip_refused
+from tests.helpers import seams
 
 LONG = [
     testing.Case("long", n=2, h=2, lq=700, lk=650, d=32, pair_bias="b1hqk", mask="random"),
@@ -35,7 +36,7 @@ CASES = [dataclasses.replace(case, dtype=torch.bfloat16) for case in [*testing.A
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_forward_is_launched(case: testing.Case, launched: list[Any]) -> None:
-    c, needs = testing.canonical(case.make(seed=1))._replace(gate=None), (False,) * 6
+    c, needs = seams.canonical(case.make(seed=1))._replace(gate=None), (False,) * 6
     skip_refused(c, needs)
     outputs = random_outputs(c)
     launch_forward(c, outputs, case.layout)
@@ -49,7 +50,7 @@ def test_a_forward_is_launched(case: testing.Case, launched: list[Any]) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_backward_is_launched(case: testing.Case, deterministic: bool, launched: list[Any]) -> None:
-    c = testing.canonical(case.make(seed=1))._replace(gate=None)
+    c = seams.canonical(case.make(seed=1))._replace(gate=None)
     needs = (True, True, True, c.mask_bias is not None, c.pair_bias is not None, False)
     of_qkv = [torch.empty(x.shape, dtype=x.dtype) for x in c.qkv]
     options: dict[str, Any] = {"layout": case.layout, "deterministic": deterministic}
@@ -177,7 +178,7 @@ def test_no_memory_for_what_no_kernel_makes(
     sizes: list[int] = []
     make = planner.Workspace.make
     monkeypatch.setattr(planner.Workspace, "make", lambda self: sizes.append(self.bytes) or make(self))
-    c = testing.canonical(
+    c = seams.canonical(
         testing.Case("few", n=64, h=4, lq=64, lk=64, d=64, dtype=torch.bfloat16, pair_bias="b1hqk").make(seed=1)
     )
     launch_backward(c, needs)

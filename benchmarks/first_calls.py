@@ -12,11 +12,11 @@ measured: an installed package has them too.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import itertools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 2
+SCHEMA = 3
 CHANNELS = (32, 48)
 CROWD_CHANNELS = (8, 16, 24, 32, 40, 48, 56, 64)
 _LEAST_S = 0.01
@@ -90,46 +90,41 @@ def crowd(caches: Caches, workers: int, spec: dict[str, Any], size: int) -> dict
     finally:
         for process in started:
             process.kill()  # if another one failed; one that has ended stays as it is
-    vain = sum(one["waited_in_vain"] for one in results)
-    return {"done_s": sorted(round(one["ended"] - begun, 2) for one in results), "waited_in_vain": vain}
+    return {"done_s": sorted(round(one["ended"] - begun, 2) for one in results)}
 
 
 class Watch:
-    """Log what a process compiles, waits for, and lets its workers do, in seconds since it began."""
+    """Log what a process compiles and waits for, in seconds since it began."""
 
     def __init__(self, begun: float) -> None:
         self.begun = begun
-        self._patience_s = math.inf
-        self.lists: dict[str, list[tuple[str, float, float]]] = {"compiled": [], "awaited": [], "by_workers": []}
+        self.lists: dict[str, list[tuple[str, float, float]]] = {"compiled": [], "awaited": []}
 
-    def timed(self, name: str, kind: str, call: Callable[[], Any]) -> Any:
-        """Call, and note it with its start and its length."""
+    @contextlib.contextmanager
+    def timed(self, name: str, kind: str) -> Iterator[None]:
+        """Note what the block does, with its start and its length."""
         start = time.monotonic()
-        result = call()
+        yield
         seconds = time.monotonic() - start
         if seconds >= _LEAST_S:
             self.lists[kind].append((name, round(start - self.begun, 2), round(seconds, 2)))
-        return result
-
-    @property
-    def waited_in_vain(self) -> int:
-        """Count the kernels that the process took over from a worker that was too slow."""
-        return sum(seconds >= self._patience_s for _, _, seconds in self.lists["awaited"])
 
     def begin(self) -> None:
         """Look on from now on. The compiler is not imported before a call imports it."""
-        first_calls: Any = importlib.import_module("evoattn.compile.first_calls")
-        claim, run, self._patience_s = first_calls.take_over, first_calls.Worker.run, first_calls.PATIENCE_S
+        cache: Any = importlib.import_module("evoattn.compile.cache")
+        locked = cache.locked
 
-        def watched_claim(name: str) -> None:
+        @contextlib.contextmanager
+        def watched(path: Path, **options: bool) -> Iterator[bool]:
             self._watch_compiler()
-            self.timed(name, "awaited", lambda: claim(name))
+            lock = locked(path, **options)
+            with self.timed(path.name.rpartition("-")[0], "awaited"):
+                held = lock.__enter__()
+            with contextlib.ExitStack() as stack:
+                stack.push(lock.__exit__)
+                yield held
 
-        def watched_run(worker: Any, task: Any) -> Any:
-            name = task.arguments[0].name if task.arguments else "start"
-            return self.timed(name, "by_workers", lambda: run(worker, task))
-
-        first_calls.take_over, first_calls.Worker.run = watched_claim, watched_run
+        cache.locked = watched
 
     def _watch_compiler(self) -> None:
         launch: Any = sys.modules["evoattn.backends.hopper.launch"]
@@ -137,7 +132,8 @@ class Watch:
         if not hasattr(build, "watched"):
 
             def watched(kernel: Any) -> Any:
-                return self.timed(kernel.name, "compiled", lambda: build(kernel))
+                with self.timed(kernel.name, "compiled"):
+                    return build(kernel)
 
             watched.watched = True  # type: ignore[attr-defined]
             launch.build = watched
@@ -181,7 +177,7 @@ def calls(spec: dict[str, Any]) -> dict[str, Any]:
         o = lasts(times, "forward_s", forward)
         lasts(times, "backward_s", functools.partial(torch.autograd.grad, o, (q, k, v, pair_bias), do))
         record["calls"].append(times)
-    return {**record, **watch.lists, "waited_in_vain": watch.waited_in_vain, "ended": time.monotonic()}
+    return {**record, **watch.lists, "ended": time.monotonic()}
 
 
 def show(case: dict[str, Any]) -> str:

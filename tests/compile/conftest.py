@@ -1,54 +1,38 @@
-"""Fixtures of the tests of first calls and of slots."""
+"""Fixtures of the tests of first calls."""
 
-import itertools
 import os
 import pathlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-_TESTS = itertools.count()
-
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
-    """A cache folder that does not exist yet, no kernel in memory, eight cores, and slots that nobody else takes."""
+    """A cache folder that does not exist yet, no kernel in memory, eight cores, and no helper that runs."""
     from evoattn.compile import first_calls
-    from tests.helpers.first_calls import until
     from tests.helpers.kept_kernels import new_process
 
     monkeypatch.delenv(first_calls.VARIABLE, raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    # A worker of the test before gives its slot back a moment after the pool has dropped it.
-    monkeypatch.setattr(first_calls, "SLOT", f"evoattn-test-{os.getpid()}-{next(_TESTS)}-")
-    monkeypatch.setattr(first_calls, "IDLE_S", 0.5)
-    monkeypatch.setattr(first_calls, "helpers", first_calls.Helpers())
+    monkeypatch.setattr(first_calls, "running", [])
     new_process()
     yield tmp_path / "cache"
     new_process()
-    until(lambda: not first_calls.helpers.workers)
+    for helper in first_calls.running:
+        if hasattr(helper, "wait"):
+            helper.kill()
+            helper.wait()
 
 
 @pytest.fixture
-def no_place_left(folder: pathlib.Path) -> Iterator[None]:
-    """Every slot of the machine is taken."""
-    from tests.helpers.first_calls import all_places
-
-    with all_places():
-        yield
-
-
-@pytest.fixture
-def hand(monkeypatch: pytest.MonkeyPatch) -> type[Any]:
-    """The stand-in for a worker, in the place of the class of workers."""
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> type[Any]:
+    """The stand-in for a helper, in the place of a process."""
     from evoattn.compile import first_calls
-    from tests.helpers.first_calls import Hand
+    from tests.helpers.first_calls import Helper
 
-    monkeypatch.setattr(first_calls, "Worker", Hand)
-    monkeypatch.setattr(Hand, "taken", [])
-    monkeypatch.setattr(Hand, "go", threading.Event())
-    return Hand
+    monkeypatch.setattr(first_calls, "start", Helper)
+    return Helper

@@ -1,11 +1,11 @@
 """Kernels of a call that wants gradients are compiled in other processes too, each once, and whatever happens there."""
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import os
 import pathlib
 import pickle
+import subprocess
 import threading
 import warnings
 from collections.abc import Iterator
@@ -18,61 +18,107 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
 
 import evoattn
-from evoattn.backends import hopper
+from evoattn.backends import Plan, hopper
 from evoattn.backends.hopper import ahead, launch
 from evoattn.cli.warm.cards import cards_of
-from evoattn.compile import first_calls
-from evoattn.compile.workers import Task, Worker
+from evoattn.compile import cache, first_calls
+from evoattn.compile.workers import Task, Worker, start
 from evoattn.core.devices import planned_for
 from tests.fuzz.trials import Workers
-from tests.helpers.first_calls import CHANNELS, Hand, held_by_workers, kernels, until, waiting
+from tests.helpers.first_calls import CHANNELS, Helper, kernels, locked_by_another, until
 from tests.helpers.kept_kernels import kept, new_process
 from tests.helpers.scripts import load
 
 
+def file_of(kernel: launch.Kernel) -> pathlib.Path:
+    """Where a kernel is kept."""
+    path = ahead.needed(lambda: (Plan(print, print, kernels=(kernel,)), ()))[0].path
+    assert path is not None
+    return path
+
+
 @pytest.mark.slow
-def test_workers_write_what_this_process_reads(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_helpers_write_what_this_process_reads(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead.begin(kernels())
     until(lambda: folder.exists() and len(list((folder / "hopper").glob("*.o"))) == len(CHANNELS))
     monkeypatch.setattr(launch, "build", lambda kernel: pytest.fail(f"{kernel.name} is compiled here"))
     assert all(callable(ahead.load_kernel(kernel)) for kernel in kernels())
+    assert [helper.wait(60) for helper in first_calls.running] == [0] * (len(CHANNELS) - 1)
 
 
-def test_each_kernel_is_compiled_once(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, hand: type[Hand]) -> None:
-    """The worker takes the last one first. This process takes the others, and waits for that one."""
-    monkeypatch.setattr(first_calls, "MOST", 1)
+def test_helpers_begin_with_the_last_kernel_and_have_all(folder: pathlib.Path, stand_ins: type[Helper]) -> None:
+    """Any of them, and this process, may come to a kernel first."""
+    ahead.begin(kernels())
+    helpers: list[Any] = list(first_calls.running)
+    assert len(helpers) == len(CHANNELS) - 1
+    for helper in helpers:
+        assert [task.arguments[0] for task in helper.tasks] == kernels()[::-1]
+
+
+@pytest.mark.parametrize("ends", ["writes the file", "is killed"])
+def test_a_kernel_that_another_process_compiles_is_waited_for(
+    ends: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled: list[str] = []
     build = launch.build
     monkeypatch.setattr(launch, "build", lambda kernel: compiled.append(kernel.name) or build(kernel))
-    monkeypatch.setattr(hand, "do", staticmethod(lambda task: ahead.keep(*task.arguments)))
-    ahead.begin(kernels())
-    until(lambda: hand.taken)
-    *first, last = kernels()
-    assert all(callable(ahead.load_kernel(kernel)) for kernel in first)
-    assert compiled == [kernel.name for kernel in first]
-    waits = threading.Thread(target=ahead.load_kernel, args=(last,))
-    waits.start()
-    waits.join(0.1)
-    assert waits.is_alive()
-    hand.go.set()
-    waits.join(60)
-    until(lambda: not held_by_workers())
-    assert hand.taken == [last.name] and compiled == [kernel.name for kernel in (*first, last)]
-    assert len(kept(folder)) == len(CHANNELS)
+    kernel, path = kernels()[0], file_of(kernels()[0])
+    ahead.load_kernel(kernel)
+    code = path.read_bytes()
+    path.unlink()
+    new_process()
+    with locked_by_another(path) as other:
+        waits = threading.Thread(target=ahead.load_kernel, args=(kernel,))
+        waits.start()
+        waits.join(0.2)
+        assert waits.is_alive() and len(compiled) == 1
+        if ends == "writes the file":
+            cache.write(path, code)
+        other.kill()
+        waits.join(60)
+    assert callable(ahead.functions[kernel.name])
+    assert len(compiled) == (1 if ends == "writes the file" else 2)
+    assert kept(folder) == [path]
 
 
-def test_what_a_worker_cannot_compile_is_compiled_here(folder: pathlib.Path, hand: type[Hand]) -> None:
-    hand.go.set()
+def test_a_helper_leaves_a_kernel_that_another_process_compiles(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, path = kernels()[0], file_of(kernels()[0])
+    monkeypatch.setattr(launch, "build", lambda kernel: pytest.fail("compiled twice"))
+    with locked_by_another(path):
+        assert ahead.keep(kernel, path, wait=False) == 0
+
+
+@pytest.mark.parametrize("died", [False, True])
+def test_a_python_that_cannot_be_started_or_dies_is_done_without(
+    died: bool, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if died:
+        dead = subprocess.Popen(["false"], stdin=subprocess.PIPE)
+        until(lambda: os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+        monkeypatch.setattr(dead, "poll", lambda: None)  # it dies just after the question
+        monkeypatch.setattr(first_calls, "start", lambda *_: dead)
+    else:
+        monkeypatch.setattr("sys.executable", None)
     ahead.begin(kernels())
-    until(lambda: len(hand.taken) == len(CHANNELS))
     assert all(callable(ahead.load_kernel(kernel)) for kernel in kernels())
-    assert len(kept(folder)) == len(CHANNELS)
 
 
-def test_a_python_that_cannot_be_started_is_done_without(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.executable", None)
-    ahead.begin(kernels())
-    assert all(callable(ahead.load_kernel(kernel)) for kernel in kernels())
+@pytest.mark.parametrize("ends", ["input", "caller"])
+def test_a_helper_ends_with_its_caller(ends: str, tmp_path: pathlib.Path) -> None:
+    caller = os.getpid() if ends == "input" else 1
+    helper = start("evoattn.compile.first_calls:serve", "os", caller)
+    assert helper.stdin is not None
+    with helper.stdin:
+        if ends == "caller":
+            pickle.dump([Task("os:mkdir", (str(tmp_path / "made"),))], helper.stdin)
+    assert helper.wait(60) == 0 and not (tmp_path / "made").exists()
+
+
+def test_a_helper_goes_on_after_a_task_that_fails(tmp_path: pathlib.Path) -> None:
+    helper = start("evoattn.compile.first_calls:serve", "os", os.getpid())
+    tasks = [Task("operator:truediv", (1, 0)), Task("os:write", (1, b"printed")), Task("os:mkdir", (str(tmp_path / "made"),))]
+    helper.communicate(pickle.dumps(tasks), timeout=60)
+    assert helper.returncode == 0 and (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +127,6 @@ def test_a_python_that_cannot_be_started_is_done_without(folder: pathlib.Path, m
         "one core",
         "three cores",
         "a process for each core",
-        "all places are taken",
         "nothing is kept",
         "read-only",
         "one kernel",
@@ -90,7 +135,7 @@ def test_a_python_that_cannot_be_started_is_done_without(folder: pathlib.Path, m
     ],
 )
 def test_nobody_is_started_where_that_is_of_no_use(
-    reason: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, hand: type[Hand], request: pytest.FixtureRequest
+    reason: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, stand_ins: type[Helper]
 ) -> None:
     if reason == "one core":
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
@@ -98,8 +143,6 @@ def test_nobody_is_started_where_that_is_of_no_use(
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     elif reason == "a process for each core":
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    elif reason == "all places are taken":
-        request.getfixturevalue("no_place_left")
     elif reason == "nothing is kept":
         monkeypatch.setenv("EVOATTN_CACHE_DIR", "")
     elif reason == "read-only":  # a file in the place of the folder: that stops root too
@@ -113,28 +156,53 @@ def test_nobody_is_started_where_that_is_of_no_use(
             for file in kept(folder):
                 file.unlink()
     ahead.begin(kernels()[:1] if reason == "one kernel" else kernels())
-    assert not first_calls.helpers.workers and not waiting()
+    assert not first_calls.running
+
+
+@pytest.mark.parametrize(("asked", "helpers"), [(None, 4), ("", 4), ("0", 0), ("2", 2), ("9", 4), ("off", 0)])
+def test_the_environment_says_how_many_at_most(
+    asked: str | None, helpers: int, folder: pathlib.Path, stand_ins: type[Helper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if asked is not None:
+        monkeypatch.setenv(first_calls.VARIABLE, asked)
+    first_calls.prestart("hopper")
+    assert len(first_calls.running) == helpers
+
+
+def test_who_asks_has_helpers_for_few_cores_too(
+    folder: pathlib.Path, stand_ins: type[Helper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But no more than there are cores for, of which four processes have two each here."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    first_calls.prestart("hopper")
+    assert not first_calls.running
+    monkeypatch.setenv(first_calls.VARIABLE, "4")
+    first_calls.prestart("hopper")
+    assert len(first_calls.running) == 1
 
 
 @pytest.mark.parametrize("empty", [True, False])
-def test_workers_start_early_if_nothing_is_kept(empty: bool, folder: pathlib.Path, hand: type[Hand]) -> None:
+def test_helpers_start_early_if_nothing_is_kept(empty: bool, folder: pathlib.Path, stand_ins: type[Helper]) -> None:
+    """They get their kernels when these are known, and no others are started then."""
     if not empty:
         ahead.load_kernel(kernels()[0])
     first_calls.prestart("hopper")
-    assert len(first_calls.helpers.workers) == (first_calls.MOST if empty else 0)
-
-
-def test_a_forked_process_has_workers_of_its_own(folder: pathlib.Path, hand: type[Hand]) -> None:
-    """Those of its parent would never finish: a thread does not survive a fork."""
+    early: list[Any] = list(first_calls.running)
+    assert len(early) == (first_calls.MOST if empty else 0)
     ahead.begin(kernels())
-    until(held_by_workers)
+    assert all(helper.tasks for helper in early) and (not early or first_calls.running == early)
+
+
+def test_a_forked_process_has_helpers_of_its_own(folder: pathlib.Path) -> None:
+    """Those of its parent are not its children: they have ended, as far as it can tell."""
+    first_calls.prestart("hopper")
+    assert len(first_calls.running) == first_calls.MOST
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: this process has threads, which is the point
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: this process has threads
         child = os.fork()
     if not child:
-        os._exit(len(first_calls.helpers.workers) + len(held_by_workers()))
+        os._exit(sum(helper.poll() is None for helper in first_calls.running))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    hand.go.set()
 
 
 class RunsError(Exception):
@@ -184,39 +252,6 @@ def test_a_backward_that_cannot_be_planned_does_not_stop_a_forward(
         evoattn.evoformer_attention(q, q, q)
 
 
-def test_a_slow_worker_is_waited_for_once(folder: pathlib.Path, hand: type[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All kernels are with workers that never finish. This process compiles them itself, and begins no others."""
-    monkeypatch.setattr(first_calls, "PATIENCE_S", 0.3)
-    ahead.begin(kernels())
-    until(lambda: len(hand.taken) == len(CHANNELS))
-    waits: list[float] = []
-    wait = concurrent.futures.wait
-
-    def watched(futures: Any, limit: float) -> Any:
-        waits.append(limit)
-        return wait(futures, limit)
-
-    monkeypatch.setattr(concurrent.futures, "wait", watched)
-    assert all(callable(ahead.load_kernel(kernel)) for kernel in kernels())
-    assert waits == [0.3]
-    first_calls.begin("hopper", {name: Task("nowhere:nothing") for name in "ab"})
-    assert not waiting()
-    hand.go.set()
-
-
-def test_nobody_waits_for_a_worker_that_is_still_starting(
-    folder: pathlib.Path, hand: type[Hand], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started = threading.Event()
-    run = hand.run
-    monkeypatch.setattr(hand, "run", lambda self, task: run(self, task) if task.arguments else started.wait(60))
-    monkeypatch.setattr(first_calls, "PATIENCE_S", 0.0)
-    ahead.begin(kernels())
-    assert all(callable(ahead.load_kernel(kernel)) for kernel in kernels())
-    assert first_calls.helpers.useful and not hand.taken
-    started.set()
-
-
 def test_a_worker_compiles_no_kernel_that_another_process_has_kept(
     folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,18 +262,19 @@ def test_a_worker_compiles_no_kernel_that_another_process_has_kept(
     ahead.keep(kernel, file)
 
 
-def test_the_script_of_first_calls_sees_what_compiles_where(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(first_calls.VARIABLE, "1")
-    for of, name in ((first_calls, "take_over"), (first_calls.Worker, "run"), (launch, "build")):
+def test_the_script_of_first_calls_sees_what_is_compiled_and_awaited(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for of, name in ((cache, "locked"), (launch, "build")):
         monkeypatch.setattr(of, name, getattr(of, name))  # so that what the script puts there is undone
     watch = load("benchmarks/first_calls.py").Watch(0.0)
     watch.begin()
-    first, *_, last = kernels()
-    ahead.begin([first, last])
-    ahead.load_kernel(first)
-    assert [name for name, _, _ in watch.lists["compiled"]] == [first.name]
-    until(lambda: watch.lists["by_workers"])
-    assert watch.lists["by_workers"][0][0] == "start"
+    kernel = kernels()[0]
+    with locked_by_another(file_of(kernel)) as other:
+        threading.Timer(0.3, other.kill).start()
+        ahead.load_kernel(kernel)
+    assert [name for name, _, _ in watch.lists["compiled"]] == [kernel.name]
+    assert [name for name, _, _ in watch.lists["awaited"]] == [kernel.name]
 
 
 def test_a_process_that_judges_random_problems_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:

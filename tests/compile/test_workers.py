@@ -4,7 +4,6 @@ import importlib.util
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -85,21 +84,6 @@ def test_a_worker_is_out_of_reach_of_ctrl_c_but_shares_cores_with_its_caller() -
     assert group.result != os.getpgid(0) and session.result == os.getsid(0)
 
 
-def test_a_worker_lets_others_go_first_and_holds_what_it_is_given() -> None:
-    there, here = socket.socketpair()
-    worker = Worker(niceness=5, sockets=(here,))
-    try:
-        assert worker.run(Task("os:nice", (0,))).result == min(os.nice(0) + 5, 19)
-        here.close()
-        there.setblocking(False)
-        with pytest.raises(BlockingIOError):  # nothing comes, but something may
-            there.recv(1)
-    finally:
-        worker.end()
-    assert there.recv(1) == b""
-    there.close()
-
-
 def test_a_task_that_takes_too_long_is_ended() -> None:
     worker = Worker(limit_s=1.0)
     try:
@@ -109,24 +93,6 @@ def test_a_task_that_takes_too_long_is_ended() -> None:
         assert worker.run(Task("operator:add", (1, 2))).result == 3
     finally:
         worker.end()
-
-
-def test_a_task_that_no_worker_has_begun_can_be_cancelled() -> None:
-    with Pool(1) as pool:
-        running = pool.submit(Task("time:sleep", (0.5,)))
-        waits, last = pool.submit(Task("os:getpid")), pool.submit(Task("operator:add", (1, 2)))
-        assert waits.cancel()
-        assert last.result(60).result == 3 and running.done() and not running.cancel()
-
-
-def test_a_worker_that_has_nothing_to_do_ends_and_another_starts() -> None:
-    with Pool(1, idle_s=0.1) as pool:
-        first = pool.submit(Task("os:getpid")).result(60).result
-        end = time.monotonic() + 60
-        while pool.workers:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        assert pool.submit(Task("os:getpid")).result(60).result != first
 
 
 def test_a_caller_that_stops_early_kills_what_runs() -> None:

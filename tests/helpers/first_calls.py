@@ -1,18 +1,21 @@
-"""Kernels that compile in 0.2 s, a stand-in for a worker, and the slots of a machine."""
+"""Kernels that compile in 0.2 s, and stand-ins for the helpers of a first call."""
 
 import contextlib
-import socket
-import threading
+import io
+import pickle
+import subprocess
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 import cutlass
 
 from evoattn.backends.hopper import launch
 from evoattn.backends.hopper.kernels.statistics import Statistics
-from evoattn.compile import first_calls
-from evoattn.compile.workers import Report, Task
+from evoattn.compile import cache
+from evoattn.compile.workers import Task
+from tests.helpers.processes import forked
 
 CHANNELS = (8, 16, 24, 32)
 
@@ -29,50 +32,43 @@ def until(true: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
-class Hand:
-    """Stands for a worker: takes a task, and does it when it is let go."""
+class Helper:
+    """Stands for the process of a helper, and does nothing with its tasks."""
 
-    def __init__(self, niceness: int, sockets: tuple[socket.socket, ...]) -> None:
-        assert niceness > 0 and len(sockets) == 1
-        self.sockets = sockets
+    def __init__(self, function: str, *arguments: object) -> None:
+        self.stdin = _Pipe()
 
-    taken: ClassVar[list[str]] = []
-    go: ClassVar[threading.Event] = threading.Event()
-    do: Callable[[Task], Any] = staticmethod(lambda task: None)
+    def poll(self) -> int | None:
+        return None
 
-    def run(self, task: Task) -> Report:
-        if task.function.endswith(":keep"):
-            Hand.taken.append(task.arguments[0].name)
-            Hand.go.wait(60)
-            Hand.do(task)
-        return Report(task, None, None, 0.0)
-
-    def end(self) -> None: ...
+    @property
+    def tasks(self) -> list[Task]:
+        """The tasks that it was given."""
+        return pickle.loads(self.stdin.written) if self.stdin.closed else []
 
 
-def slot() -> socket.socket | None:
-    """A slot of the machine, taken; None if all are."""
-    worker = first_calls.helper()
-    return None if worker is None else worker.sockets[0]
+class _Pipe(io.BytesIO):
+    written = b""
 
-
-def held_by_workers() -> list[str]:
-    """The kernels that workers compile."""
-    return [name for name, future in first_calls.helpers.begun.items() if future.running()]
-
-
-def waiting() -> list[str]:
-    """The kernels that no worker has begun, and that one may begin."""
-    return [name for name, future in first_calls.helpers.begun.items() if not future.running() and not future.done()]
+    def close(self) -> None:
+        self.written = self.written or self.getvalue()
+        super().close()
 
 
 @contextlib.contextmanager
-def all_places() -> Iterator[int]:
-    """Hold all places that are free, of which there are so many."""
-    with contextlib.ExitStack() as stack:
-        yield sum(1 for taken in iter(slot, None) if stack.enter_context(taken))
+def locked_by_another(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lock of a file until it is told to end or is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    process = forked(lambda: _hold(path), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None and process.stdout.readline() == "held\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
-def free_places() -> int:
-    with all_places() as count:
-        return count
+def _hold(path: Path) -> None:
+    with cache.locked(path):
+        print("held", flush=True)
+        input()

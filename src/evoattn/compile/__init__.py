@@ -1,1 +1,1 @@
-"""Compiling kernels: one pool of worker processes, and one folder of compiled code."""
+"""Compiling kernels: processes that compile, and one folder of compiled code."""

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,7 @@ def write(path: Path, data: bytes) -> None:
         os.chmod(unfinished, 0o644)  # mkstemp lets nobody else read it, but a folder may be shared
         os.replace(unfinished, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(unfinished)
+        _remove(Path(unfinished))
         raise
     for left in path.parent.glob(f".*{_UNFINISHED}"):  # of processes that were killed
         with contextlib.suppress(OSError):
@@ -75,6 +74,37 @@ def takes_files(folder: Path) -> bool:
             return True
     except OSError:
         return False
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Hold the lock of a file that is being made, and yield whether it is held. It is released if the process dies.
+
+    Where there are no locks, as in a folder that cannot be written, every process makes the file.
+
+    Args:
+        path: the file. The lock is a hidden file beside it.
+        wait: whether to wait while another process holds the lock.
+    """
+    held, lock = True, path.with_name(f".{path.name}.lock")
+    with contextlib.ExitStack() as stack:
+        try:
+            import fcntl  # not on Windows
+
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(lock, "wb"))
+            fcntl.lockf(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.callback(_remove, lock)
+        except BlockingIOError:
+            held = False
+        except (ImportError, OSError):
+            pass
+        yield held
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def keep_code(path: Path, code: bytes) -> None:
@@ -96,24 +126,34 @@ def code_bytes(path: Path | None) -> int:
 def code(path: Path | None, load: Callable[[bytes], Any], make: Callable[[], bytes]) -> Any:
     """Load the compiled code of a file if that is whole. Otherwise make it, write the file, and load it.
 
+    One process makes it at a time. The others wait, and load what it has written.
+
     Args:
         path: the file; None: nothing is kept.
         load: turns code into what is returned. An error of it counts as damage of a file.
         make: compiles.
     """
-    if path is not None and os.path.exists(path):  # Path.exists raises if a folder may not be entered
+    if path is None:
+        return load(make())
+    if os.path.exists(path):  # Path.exists raises if a folder may not be entered
         try:
             return load(_checked(path))
         except Exception as error:  # of many kinds: damaged, of another version, a folder, or not readable
             why = error if isinstance(error, OSError | ValueError) else type(error).__name__
             warnings.warn(f"{path} does not load ({why}): compiled anew", stacklevel=2)
+            return load(_make(path, make))
+    with locked(path):
+        return load(_checked(path) if code_bytes(path) else _make(path, make))
+
+
+def _make(path: Path, make: Callable[[], bytes]) -> bytes:
+    """Make compiled code and write its file, if that is possible."""
     compiled = make()
-    if path is not None:
-        try:
-            keep_code(path, compiled)
-        except OSError as error:  # this process has the code all the same
-            cannot_keep(str(path.parent), error.strerror or str(error))
-    return load(compiled)
+    try:
+        keep_code(path, compiled)
+    except OSError as error:  # this process has the code all the same
+        cannot_keep(str(path.parent), error.strerror or str(error))
+    return compiled
 
 
 def _checked(path: Path) -> bytes:

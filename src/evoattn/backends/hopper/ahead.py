@@ -78,7 +78,6 @@ def load_kernel(kernel: KernelVariant) -> Any:
     """
     function = functions.get(kernel.name)
     if function is None:
-        first_calls.take_over(kernel.name)
         result: Future[Any] = Future()
         threading.Thread(target=contextvars.copy_context().run, args=(_make, kernel, result)).start()
         function = result.result()
@@ -122,8 +121,9 @@ def _load(data: bytes, symbol: str) -> Any:
 
 def begin(kernels: Iterable[KernelVariant]) -> None:
     """Have kernels that are not kept compiled in other processes, while this one comes to them in this order."""
-    missing = [_needed(kernel) for kernel in kernels if kernel.name not in functions]
-    first_calls.begin("hopper", {one.name: one.task for one in missing if one.path is not None and not one.bytes})
+    missing = {kernel: _file(kernel.name) for kernel in kernels if kernel.name not in functions}
+    tasks = [Task(f"{__name__}:keep", (kernel, path, False)) for kernel, path in missing.items() if not cache.code_bytes(path)]
+    first_calls.begin("hopper", tasks)
 
 
 def needed(make: Make) -> list[Needed]:
@@ -136,8 +136,12 @@ def _needed(kernel: KernelVariant) -> Needed:
     return Needed(kernel.name, kernel.name, path, cache.code_bytes(path), Task(f"{__name__}:keep", (kernel, path)))
 
 
-def keep(kernel: KernelVariant, path: pathlib.Path | None) -> int:
+def keep(kernel: KernelVariant, path: pathlib.Path | None, wait: bool = True) -> int:
     """Compile a kernel and write its file, for other processes, unless one of them has. This one does not load it.
+
+    Args:
+        kernel, path: the kernel and its file.
+        wait: whether to wait for another process that compiles it.
 
     Returns:
         The size of the file in bytes.
@@ -148,7 +152,7 @@ def keep(kernel: KernelVariant, path: pathlib.Path | None) -> int:
     """
     if path is None:
         raise ValueError(f"{cache.VARIABLE} is empty, which means that nothing is kept; expected a folder")
-    with _compiler:
-        if not cache.code_bytes(path):
+    with _compiler, cache.locked(path, wait=wait) as held:
+        if held and not cache.code_bytes(path):
             cache.keep_code(path, _object_file(kernel))
     return cache.code_bytes(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from evoattn.core.problem import GRADIENTS, Needs
 from evoattn.dispatch import lookup, operators
 from evoattn.dispatch.axes import CANONICAL, Axes, canonicalise
 from evoattn.dispatch.checks import check_no_tangent
-from evoattn.dispatch.lookup import BackwardPass, Options
+from evoattn.dispatch.custom_operator import CustomOperator
+from evoattn.dispatch.lookup import BackwardPass, Settings
 
 Gradients = tuple[Tensor | None, ...]
 """In the order of `problem.GRADIENTS`; None for one that is not wanted."""
@@ -32,29 +33,24 @@ class OperatorCall:
     """A call through the operator, by views that autograd knows of. Its backward has canonical axes.
 
     Args:
-        options: of the call, settled.
+        settings: of both passes.
         casts: True if it was prepared under autocast. Its inputs then had autocast's dtype already.
     """
 
-    options: Options
+    settings: Settings
     casts: bool
 
     def __call__(self, inputs: Inputs) -> Any:
         """Return o, lse and reference in the user's axes."""
-        folded, axes = canonicalise(inputs, self.options.layout)
-        o, lse, reference = operators.forward(*operators.arguments_of(folded, self.options))
+        folded, axes = canonicalise(inputs, self.settings.layout)
+        o, lse, reference = operators.forward(*folded, *self.settings)
         return Outputs(axes.restore_queries(o), axes.restore_statistic(lse), axes.restore_statistic(reference))
-
-    @property
-    def backend(self) -> str:
-        """The backend that saved the outputs."""
-        return self.options.backend
 
     def key(self, inputs: Inputs) -> Hashable:
         """Tell the backward of this call from others; None if it cannot be told, because sizes may be symbols of a trace."""
         if guards.autocasts() is None:
             return None
-        return inputs.q.shape, inputs.k.shape, tuple([x is None for x in inputs]), self.options
+        return inputs.q.shape, inputs.k.shape, tuple([x is None for x in inputs]), self.settings
 
     def canonicalise(self, work: BackwardPass) -> tuple[BackwardPass, Axes]:
         """Return the backward in the canonical axes of its forward, and the way back."""
@@ -100,10 +96,10 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: Needs) -
     seen = guards.is_seen()
     if seen:  # perhaps by forward mode
         check_no_tangent(do, dlse)
-    saved, call, count = ctx.saved_tensors, ctx.call, operators.INPUTS
+    saved, call, count = ctx.saved_tensors, ctx.call, len(Inputs._fields)
     from_p = len(saved) == count + len(SavedProbabilities._fields)
     outputs = SavedProbabilities._make(saved[count:]) if from_p else Outputs._make(saved[count:])
-    work = BackwardPass(Inputs._make(saved[:count]), call.options, Cotangents(do, dlse), outputs, needs)
+    work = BackwardPass(Inputs._make(saved[:count]), call.settings, Cotangents(do, dlse), outputs, needs)
     run = None if seen or torch.is_grad_enabled() else _recall_backward(call, work)
     return _by_operator(call, work) if run is None else run(work)
 
@@ -115,7 +111,7 @@ def _recall_backward(call: OperatorCall, work: BackwardPass) -> Callable[[Backwa
         return None
     joined, columns = _columns(work)
     inputs, (do, dlse), from_p = work.inputs, work.cotangents, work.outputs.__class__ is SavedProbabilities
-    key = (identity, from_p, do is None, dlse is None, work.needs, lookup.settings(inputs.q.dtype), columns)
+    key = (identity, from_p, do is None, dlse is None, work.needs, lookup.torch_settings(inputs.q.dtype), columns)
     tensors = [x for x in work.tensors if x is not None]
     run: Callable[[BackwardPass], Gradients] | None = guards.recall(key, tensors)
     if run is None and guards.autocasts() is not None and guards.ordinary(tensors):
@@ -130,7 +126,7 @@ def _columns(work: BackwardPass) -> tuple[list[Tensor], Columns | None]:
     inputs, needs = work.inputs, work.needs
     joined = [*inputs.qkv, inputs.gate] if needs.gate and inputs.gate is not None else [*inputs.qkv]
     all_needed = needs.q and needs.k and needs.v
-    return joined, columns_of(joined) if all_needed and work.options.layout == "bnlhd" else None
+    return joined, columns_of(joined) if all_needed and work.settings.layout == "bnlhd" else None
 
 
 def _prepare_backward(
@@ -146,12 +142,10 @@ def _prepare_backward(
     folded, axes = call.canonicalise(work)
     if not all(same_memory(x, y) for x, y in zip(work.tensors, folded.tensors, strict=True)):
         return None
-    if isinstance(work.outputs, SavedProbabilities):  # only its own backend reads it
-        folded = folded._replace(options=work.options._replace(backend=call.backend))
     if columns is not None:
         folded = folded._replace(into=axes.fold_written((*columns.make(joined, "meta"), None)[:4]))
     plan = lookup.find_plan(folded)
-    written = axes.restore_written(empty_gradients(folded.inputs, work.options.layout, work.needs, "meta"))
+    written = axes.restore_written(empty_gradients(folded.inputs, work.settings.layout, work.needs, "meta"))
     allocators = [None if x is None else allocator(x) for x in written]
     count = len(joined)
 
@@ -177,7 +171,7 @@ def _by_operator(call: OperatorCall, work: BackwardPass) -> Gradients:
     folded, axes = call.canonicalise(work)
     if isinstance(work.outputs, SavedProbabilities):
         with torch.no_grad():
-            folded = folded._replace(outputs=Outputs(*operators.forward(*operators.arguments_of(folded.inputs, work.options))))
+            folded = folded._replace(outputs=Outputs(*operators.forward(*folded.inputs, *work.settings)))
     values = operators.differentiate(folded)
     dq, dk, dv, dmask_bias, dpair_bias, dgate = (x if need else None for x, need in zip(values, work.needs, strict=True))
     dq, dk, dv, dgate = axes.restore_written((dq, dk, dv, dgate))
@@ -223,31 +217,31 @@ record: Callable[..., Any] = super(torch.autograd.Function, EvoformerAttention).
 """`EvoformerAttention.apply` without its questions about transforms, which `guards` has asked."""
 
 
-def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    tensors, options = operators.values_of(inputs)
-    _save(ctx, tensors, Outputs(*output), OperatorCall(options, False))
+def _save_operator(ctx: Any, values: tuple[Inputs, Settings], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    inputs, settings = values
+    _save(ctx, inputs, Outputs(*output), OperatorCall(settings, False))
 
 
 def _differentiate_operator(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> Gradients:
     asked = tuple([bool(need) for need in ctx.needs_input_grad])
-    inputs, options = asked[: operators.INPUTS], asked[operators.INPUTS :]
-    return *_with_mask(_gradients(ctx, do, dlse, _needs_of(inputs))), *[None] * len(options)
+    return _with_mask(_gradients(ctx, do, dlse, _needs_of(asked[: len(Inputs._fields)])))
 
 
-def _no_second_derivative(ctx: Any, *cotangents: Tensor) -> Gradients:
-    raise RuntimeError(
-        "evoformer_attention has no second derivative: its backward is a formula that autograd does not see. "
-        "For double backward write the attention densely in torch."
-    )
-
-
-_LIBRARY = operators.LIBRARY
-torch.library.register_autograd("evoattn::forward", _differentiate_operator, setup_context=_save_operator, lib=_LIBRARY)
-torch.library.register_autograd("evoattn::backward", _no_second_derivative, lib=_LIBRARY)
+operators.FORWARD.differentiate(_save_operator, _differentiate_operator)
+operators.BACKWARD.refuse_derivative(
+    "evoformer_attention has no second derivative: its backward is a formula that autograd does not see. "
+    "For double backward write the attention densely in torch."
+)
 
 
 OF_A_BACKWARD = "the backward of layers and drop-ins"
 """As `check_no_tangent` names it."""
+
+NO_SECOND_DERIVATIVE = (
+    "layers and drop-ins of evoattn have no second derivative: their backward recomputes what it needs. "
+    "For double backward write the layer densely in torch."
+)
+"""The message of the derivative of the gradients of a layer."""
 
 
 class _Context:
@@ -288,22 +282,11 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return once
 
 
-def no_second_derivative(ctx: Any, *cotangents: Tensor) -> NoReturn:
-    """Raise RuntimeError: the derivative of the gradients of a layer."""
-    raise RuntimeError(
-        "layers and drop-ins of evoattn have no second derivative: their backward recomputes what it needs. "
-        "For double backward write the layer densely in torch."
-    )
-
-
 def _make_zero(source: Tensor) -> Tensor:
     return source.new_zeros(())
 
 
-_LIBRARY.define("no_derivative(Tensor source) -> Tensor")
-_LIBRARY.impl("no_derivative", _make_zero, "CompositeExplicitAutograd")
-torch.library.register_fake("evoattn::no_derivative", _make_zero, lib=_LIBRARY)
-torch.library.register_autograd("evoattn::no_derivative", no_second_derivative, lib=_LIBRARY)
-
-_zero = torch.ops.evoattn.no_derivative.default
+_NO_DERIVATIVE = CustomOperator("no_derivative", ("Tensor source",), "Tensor", _make_zero, _make_zero)
+_NO_DERIVATIVE.refuse_derivative(NO_SECOND_DERIVATIVE)
+_zero = _NO_DERIVATIVE.operator
 """A 0 that depends on a tensor and has no derivative. With many cotangents at once torch loses an autograd function here."""

@@ -25,7 +25,7 @@ from evoattn.dispatch import autograd, distributed, lookup
 from evoattn.dispatch.autograd import OperatorCall, allocator, same_memory
 from evoattn.dispatch.axes import Axes, canonicalise, key_axes
 from evoattn.dispatch.checks import check_arguments, compute_dtype
-from evoattn.dispatch.lookup import BackwardPass, ForwardPass, Options, RefusalError
+from evoattn.dispatch.lookup import BackwardPass, ForwardPass, Options, RefusalError, Settings
 
 _SCALES = (type(None), float, int)
 """Classes of scales whose calls are remembered. A call with any other number is prepared each time."""
@@ -66,7 +66,7 @@ class DirectCall(OperatorCall):
     """A call that runs its plan where an `OperatorCall` runs the operator. Its backward has the user's axes.
 
     Args:
-        options: of the call, settled.
+        settings: of both passes.
         casts: True if it was prepared under autocast. Its inputs then had autocast's dtype already.
         records: whether autograd records the call.
         plan: of the forward.
@@ -97,15 +97,11 @@ class DirectCall(OperatorCall):
         self.plan.run(inputs, outputs)
         return outputs
 
-    @property
-    def backend(self) -> str:
-        return self.plan.backend
-
     def key(self, inputs: Inputs) -> DirectCall:
         return self
 
     def canonicalise(self, work: BackwardPass) -> tuple[BackwardPass, Axes]:
-        folded, axes = canonicalise(work.inputs, self.options.layout, narrow=not work.needs.pair_bias)
+        folded, axes = canonicalise(work.inputs, self.settings.layout, narrow=not work.needs.pair_bias)
         (do, dlse), saved = work.cotangents, work.outputs
         do, o = (None if x is None else axes.fold_queries(x) for x in (do, saved.o))
         cotangents = Cotangents(do, None if dlse is None else axes.fold_statistic(dlse))
@@ -146,7 +142,7 @@ def _key(inputs: Inputs, options: Options) -> tuple[Any, ...]:
     """Return all that a call depends on but for the properties of its tensors."""
     q = inputs.q
     missing, deterministic = tuple([x is None for x in inputs]), torch.are_deterministic_algorithms_enabled()
-    return q.shape, inputs.k.shape, missing, torch.is_grad_enabled(), deterministic, lookup.settings(q.dtype), *options
+    return q.shape, inputs.k.shape, missing, torch.is_grad_enabled(), deterministic, lookup.torch_settings(q.dtype), *options
 
 
 def _would_cast(inputs: Inputs) -> bool:
@@ -154,16 +150,16 @@ def _would_cast(inputs: Inputs) -> bool:
     return any(x is not None and compute_dtype(x) != x.dtype for x in (*inputs.qkv, inputs.gate))
 
 
-def _prepare_direct(inputs: Inputs, options: Options, casts: bool, return_lse: bool) -> DirectCall | None:
+def _prepare_direct(inputs: Inputs, settings: Settings, casts: bool, return_lse: bool) -> DirectCall | None:
     """Return a direct call; None if the canonical tensors are no views of the same elements."""
-    folded, axes = canonicalise(inputs, options.layout)
+    folded, axes = canonicalise(inputs, settings.layout)
     if not axes.in_order or not all(same_memory(x, y) for x, y in zip(inputs, folded, strict=True)):
         return None
-    o, lse, _ = empty_outputs(folded, options.layout, "meta")
+    o, lse, _ = empty_outputs(folded, settings.layout, "meta")
     allocators = [allocator(x) for x in (axes.restore_queries(o), axes.restore_statistic(lse))]
     recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     records = recording and any(x is not None and x.requires_grad for x in inputs)
-    work = ForwardPass(folded, options)
+    work = ForwardPass(folded, settings)
     plan = lookup.find_plan(work)
     saves_p = plan.save_probabilities is not None and not return_lse
     if records:
@@ -172,7 +168,9 @@ def _prepare_direct(inputs: Inputs, options: Options, casts: bool, return_lse: b
             plan.compile_together(both)
         # If another backend runs the backward, that starts from the statistic.
         saves_p = saves_p and bool(both())
-    return DirectCall(options, casts, records, plan, saves_p, *allocators)
+        if saves_p:  # only its own backend reads them
+            settings = settings._replace(backend=plan.backend)
+    return DirectCall(settings, casts, records, plan, saves_p, *allocators)
 
 
 def _plans_of_both_passes(inputs: Inputs, work: ForwardPass, plan: Plan) -> tuple[Plan, ...]:

@@ -24,6 +24,16 @@ listeners: list[Callable[[str], None]] = []
 """Told the name of a plan's backend when a pass takes the plan for the first time; `explain` runs none and tells nothing."""
 
 
+class Settings(NamedTuple):
+    """The options of both passes of a call, as values that an operator of torch takes: a config as text, "" for none."""
+
+    scale: float | None
+    layout: str
+    deterministic: bool
+    backend: str
+    config: str
+
+
 class Options(NamedTuple):
     """The options of a call, as `evoattn.api.evoformer_attention` describes them."""
 
@@ -34,22 +44,23 @@ class Options(NamedTuple):
     config: Config | None = None
     return_lse: bool = False
 
-    def settled(self) -> Options:
-        """Return the options of both passes: `deterministic` filled in from torch's setting, and `return_lse` left out."""
-        scale, deterministic = self.scale, self.deterministic
+    def settled(self) -> Settings:
+        """Return what a plan depends on, with `deterministic` filled in from torch's setting."""
+        scale, deterministic, config = self.scale, self.deterministic, self.config
         deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-        return Options(None if scale is None else float(scale), self.layout, deterministic, self.backend, self.config)
+        text = "" if config is None else config.to_text()
+        return Settings(None if scale is None else float(scale), self.layout, deterministic, self.backend, text)
 
 
 class ForwardPass(NamedTuple):
-    """A forward of canonical tensors, with settled options."""
+    """A forward of canonical tensors."""
 
     inputs: Inputs
-    options: Options
+    settings: Settings
 
     def backward(self, needs: Needs, *, dlse: bool) -> BackwardPass:
         """Return the backward of this forward, for a cotangent with the strides of O, and for one of the LSE or none."""
-        outputs = empty_outputs(self.inputs, self.options.layout, "meta")
+        outputs = empty_outputs(self.inputs, self.settings.layout, "meta")
         return BackwardPass(*self, Cotangents(outputs.o, outputs.lse if dlse else None), outputs, needs)
 
 
@@ -57,7 +68,7 @@ class BackwardPass(NamedTuple):
     """A backward of canonical tensors.
 
     Args:
-        inputs, options: of its forward.
+        inputs, settings: of its forward.
         cotangents, outputs: what it starts from.
         needs: the gradients that are wanted.
         into: how dq, dk, dv and dgate lie in memory if the backend can write them so (`Plan.writes_into`). It can if they are
@@ -65,7 +76,7 @@ class BackwardPass(NamedTuple):
     """
 
     inputs: Inputs
-    options: Options
+    settings: Settings
     cotangents: Cotangents
     outputs: Outputs | SavedProbabilities
     needs: Needs
@@ -95,8 +106,8 @@ def forget() -> None:
     _entry.cache_clear()
 
 
-def settings(dtype: torch.dtype) -> str:
-    """Return the torch settings that a plan may depend on, besides determinism, which is an option."""
+def torch_settings(dtype: torch.dtype) -> str:
+    """Return the settings of torch that a plan may depend on, besides determinism, which is an option."""
     return float32_products() if dtype == torch.float32 else ""
 
 
@@ -125,19 +136,19 @@ def _signature(work: ForwardPass | BackwardPass) -> tuple[Any, ...]:
     q = work.inputs.q
     tensors, needs = ((*work.tensors, *work.into), work.needs) if isinstance(work, BackwardPass) else (work.inputs, None)
     tensor_keys = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors]
-    return q.device, settings(q.dtype), needs, *work.options, *tensor_keys
+    return q.device, torch_settings(q.dtype), needs, *work.settings, *tensor_keys
 
 
 def _make(work: ForwardPass | BackwardPass) -> Plan:
-    inputs, options = work.inputs, work.options
-    scale, config, deterministic = options.scale, options.config or Config(), bool(options.deterministic)
+    inputs, (scale, layout, deterministic, name, text) = work.inputs, work.settings
+    config = Config.from_text(text)
     # A plain tuple: the compiler of torch 2.7, which may trace a backend, fails at a slice of a named one.
     needs: Any = tuple(work.needs if isinstance(work, BackwardPass) else NO_GRADIENTS)
     problem = describe(inputs, scale=scale, needs=needs, deterministic=deterministic)
     if scale is not None and not math.isfinite(scale):  # a number that torch.compile traced as a symbol
         raise ValueError(f"scale must be finite, got {scale}")
-    backend, refused = select(problem, options.backend, config)
-    arguments: Any = {"scale": float(problem.d) ** -0.5 if scale is None else scale, "layout": options.layout, "config": config}
+    backend, refused = select(problem, name, config)
+    arguments: Any = {"scale": float(problem.d) ** -0.5 if scale is None else scale, "layout": layout, "config": config}
     if isinstance(work, BackwardPass):
         arguments |= {"needs": needs, "deterministic": deterministic, "into": work.into or None}
         plan = backend.plan_backward(work.cotangents, inputs, work.outputs, **arguments)

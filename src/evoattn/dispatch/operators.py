@@ -1,8 +1,7 @@
-"""The operators `evoattn::forward` and `evoattn::backward`: schemas, fake functions, autocast, vmap.
+"""The operators `evoattn::forward` and `evoattn::backward`: what they run, and their rules for autocast and vmap.
 
-`dispatch.autograd` registers their derivatives.
-Nothing else registers anything with torch. The backend is chosen when an operator runs, on real tensors, so that torch.compile
-and torch.export see one opaque operator and no guard on what the choice looks at.
+`dispatch.autograd` registers their derivatives. The backend is chosen when an operator runs, on real tensors, so that
+torch.compile and torch.export see one opaque operator and no guard on what the choice looks at.
 """
 
 from __future__ import annotations
@@ -13,85 +12,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.core.config import Config
 from evoattn.core.inputs import Cotangents, Inputs, Outputs
 from evoattn.core.layouts import empty_gradients, empty_outputs
 from evoattn.core.problem import GRADIENTS, Needs
 from evoattn.dispatch import lookup
 from evoattn.dispatch.axes import canonicalise
-from evoattn.dispatch.lookup import BackwardPass, ForwardPass, Options
+from evoattn.dispatch.custom_operator import LIBRARY, CustomOperator
+from evoattn.dispatch.lookup import BackwardPass, ForwardPass, Settings
 
-LIBRARY = torch.library.Library("evoattn", "DEF")
+_INPUTS = len(Inputs._fields)
+_TENSORS = len(Cotangents._fields) + _INPUTS + len(Outputs._fields)
+"""The number of tensors that `backward` takes, in the order of `BackwardPass.tensors`."""
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? mask_bias, Tensor? pair_bias, Tensor? gate"
-_OPTIONS = "float? scale, str layout, bool deterministic, str backend, str config"
-LIBRARY.define(f"forward({_INPUTS}, {_OPTIONS}) -> (Tensor o, Tensor lse, Tensor reference)")
-LIBRARY.define(
-    f"backward(Tensor? do, Tensor? dlse, {_INPUTS}, Tensor o, Tensor lse, Tensor reference, bool[] needs, {_OPTIONS})"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask_bias, Tensor dpair_bias, Tensor dgate)"
+
+def _run_forward(inputs: Inputs, settings: Settings) -> tuple[Tensor, ...]:
+    plan = lookup.find_plan(ForwardPass(inputs, settings))
+    outputs = empty_outputs(inputs, settings.layout)
+    plan.run(inputs, outputs)
+    return tuple(outputs)
+
+
+def _outline_forward(inputs: Inputs, settings: Settings) -> tuple[Tensor, ...]:
+    return tuple(empty_outputs(inputs, settings.layout))
+
+
+FORWARD = CustomOperator(
+    "forward", (Inputs, Settings), "(Tensor o, Tensor lse, Tensor reference)", _run_forward, _outline_forward
 )
 
-forward = torch.ops.evoattn.forward.default
+forward = FORWARD.operator
 """Canonical tensors -> (o, lse, reference); see `evoattn.backends` for the axes and `evoattn.core.numerics` for the last two.
 
 No gradient flows through `reference`.
 """
 
-backward = torch.ops.evoattn.backward.default
-"""The gradients of `forward`; one that `needs` does not ask for is a tensor of no elements."""
 
-INPUTS = len(Inputs._fields)
-"""The number of inputs that `forward` takes before its options."""
-
-_TENSORS = len(Cotangents._fields) + INPUTS + len(Outputs._fields)
-"""The number of tensors that `backward` takes before `needs`, in the order of `BackwardPass.tensors`."""
+def _pass(cotangents: Cotangents, inputs: Inputs, outputs: Outputs, needs: Sequence[bool], settings: Settings) -> BackwardPass:
+    return BackwardPass(inputs, settings, cotangents, outputs, Needs(*needs))
 
 
-def arguments_of(inputs: Inputs, options: Options) -> tuple[Any, ...]:
-    """Return the arguments of `forward`."""
-    return *inputs, *_texts(options)
-
-
-def _texts(options: Options) -> tuple[Any, ...]:
-    """Return options as plain values that an operator takes: a config as text, "" for none."""
-    return *tuple(options)[:4], "" if options.config is None else options.config.to_text()
-
-
-def values_of(arguments: Sequence[Any]) -> tuple[Inputs, Options]:
-    """Return the arguments of `forward` as values."""
-    return Inputs(*arguments[:INPUTS]), _options(*arguments[INPUTS:])
-
-
-def _options(scale: float | None, layout: str, deterministic: bool, backend: str, config: str) -> Options:
-    return Options(scale, layout, deterministic, backend, Config.from_text(config) if config else None)
-
-
-def differentiate(work: BackwardPass) -> tuple[Tensor, ...]:
-    """Run `backward`."""
-    gradients: tuple[Tensor, ...] = backward(*work.tensors, list(work.needs), *_texts(work.options))
-    return gradients
-
-
-def _pass_of(arguments: Sequence[Any]) -> BackwardPass:
-    """Return the arguments of `backward` as a value."""
-    do, dlse, *inputs, o, lse, reference = arguments[:_TENSORS]
-    needs, *texts = arguments[_TENSORS:]
-    return BackwardPass(Inputs(*inputs), _options(*texts), Cotangents(do, dlse), Outputs(o, lse, reference), Needs(*needs))
-
-
-def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    inputs, options = values_of(arguments)
-    plan = lookup.find_plan(ForwardPass(inputs, options))
-    outputs = empty_outputs(inputs, options.layout)
-    plan.run(inputs, outputs)
-    return tuple(outputs)
-
-
-def _backward(*arguments: Any) -> tuple[Tensor, ...]:
-    work = _pass_of(arguments)
+def _run_backward(*values: Any) -> tuple[Tensor, ...]:
+    work = _pass(*values)
     plan = lookup.find_plan(work)
-    written = empty_gradients(work.inputs, work.options.layout, work.needs)
+    written = empty_gradients(work.inputs, work.settings.layout, work.needs)
     return _in_order(written, plan.run(work.cotangents, work.inputs, work.outputs, written), work.inputs)
+
+
+def _outline_backward(*values: Any) -> tuple[Tensor, ...]:
+    work = _pass(*values)
+    wanted = (work.inputs.mask_bias, work.needs.mask_bias), (work.inputs.pair_bias, work.needs.pair_bias)
+    biases = [x.new_empty(x.shape) if need and x is not None else None for x, need in wanted]
+    return _in_order(empty_gradients(work.inputs, work.settings.layout, work.needs), biases, work.inputs)
 
 
 def _in_order(written: tuple[Tensor | None, ...], biases: Sequence[Tensor | None], inputs: Inputs) -> tuple[Tensor, ...]:
@@ -100,32 +71,35 @@ def _in_order(written: tuple[Tensor | None, ...], biases: Sequence[Tensor | None
     return tuple([inputs.q.new_empty(0) if x is None else x for x in gradients])
 
 
-def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
-    inputs, options = values_of(arguments)
-    return tuple(empty_outputs(inputs, options.layout))
+BACKWARD = CustomOperator(
+    "backward",
+    (Cotangents, Inputs, Outputs, "bool[] needs", Settings),
+    f"({', '.join(f'Tensor d{name}' for name in GRADIENTS)})",
+    _run_backward,
+    _outline_backward,
+)
+"""The gradients of `forward`; one that `needs` does not ask for is a tensor of no elements."""
 
 
-def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    work = _pass_of(arguments)
-    wanted = (work.inputs.mask_bias, work.needs.mask_bias), (work.inputs.pair_bias, work.needs.pair_bias)
-    biases = [x.new_empty(x.shape) if need and x is not None else None for x, need in wanted]
-    return _in_order(empty_gradients(work.inputs, work.options.layout, work.needs), biases, work.inputs)
+def differentiate(work: BackwardPass) -> tuple[Tensor, ...]:
+    """Run `backward`."""
+    gradients: tuple[Tensor, ...] = BACKWARD.operator(*work.tensors, list(work.needs), *work.settings)
+    return gradients
 
 
-def _vmap_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+def _map_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """The mapped axis becomes one more leading axis; a bias that is not mapped is broadcast along it."""
-    inputs, options = values_of(arguments)
+    inputs, settings = FORWARD.values(arguments)
     expand = tuple([name in ("q", "k", "v", "gate") for name in Inputs._fields])
-    mapped = Inputs(*_mapped(info.batch_size, in_dims[:INPUTS], inputs, expand))
+    mapped = Inputs(*_mapped(info.batch_size, in_dims[:_INPUTS], inputs, expand))
     folded, axes = canonicalise(_with_rows(mapped))
-    return tuple(axes.restore(x) for x in forward(*arguments_of(folded, options))), (0, 0, 0)
+    return tuple(axes.restore(x) for x in forward(*folded, *settings)), (0, 0, 0)
 
 
-def _vmap_backward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+def _map_backward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """As forward, but with every bias expanded along the mapped axis: each sample has gradients of its own."""
-    work = _pass_of(arguments)
-    dims = in_dims[:_TENSORS]
-    do, dlse, *mapped, o, lse, reference = _mapped(info.batch_size, dims, work.tensors, (True,) * _TENSORS)
+    work = _pass(*BACKWARD.values(arguments))
+    do, dlse, *mapped, o, lse, reference = _mapped(info.batch_size, in_dims[:_TENSORS], work.tensors, (True,) * _TENSORS)
     inputs = _with_rows(Inputs(*mapped))
     folded, axes = canonicalise(inputs, narrow=False)
     do, dlse, o, lse, reference = (None if x is None else axes.fold(x) for x in (do, dlse, o, lse, reference))
@@ -173,24 +147,20 @@ def _autocast(device_type: str, key: str) -> None:
         def cast(x: Tensor | None) -> Any:
             return x if x is None or x.dtype == torch.float64 else x.to(dtype)
 
-        inputs, options = values_of(arguments)
+        inputs, settings = FORWARD.values(arguments)
         inputs = inputs._replace(q=cast(inputs.q), k=cast(inputs.k), v=cast(inputs.v), gate=cast(inputs.gate))
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return forward(*arguments_of(inputs, options))
+            return forward(*inputs, *settings)
 
     def uncast_backward(*arguments: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return backward(*arguments)
+            return BACKWARD.operator(*arguments)
 
     LIBRARY.impl("forward", cast_forward, key)
     LIBRARY.impl("backward", uncast_backward, key)
 
 
-LIBRARY.impl("forward", _forward, "CompositeExplicitAutograd")
-LIBRARY.impl("backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("evoattn::forward", _fake_forward, lib=LIBRARY)
-torch.library.register_fake("evoattn::backward", _fake_backward, lib=LIBRARY)
-torch.library.register_vmap("evoattn::forward", _vmap_forward, lib=LIBRARY)
-torch.library.register_vmap("evoattn::backward", _vmap_backward, lib=LIBRARY)
+torch.library.register_vmap(FORWARD.name, _map_forward, lib=LIBRARY)
+torch.library.register_vmap(BACKWARD.name, _map_backward, lib=LIBRARY)
 for _device_type, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
     _autocast(_device_type, _key)

@@ -7,7 +7,6 @@ of a weight that is None, has no elements.
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,10 +15,10 @@ from torch import Tensor
 
 from evoattn.core import guards
 from evoattn.core.devices import uncast
-from evoattn.dispatch.autograd import OF_A_BACKWARD, no_second_derivative, once_differentiable
+from evoattn.dispatch.autograd import NO_SECOND_DERIVATIVE, OF_A_BACKWARD, once_differentiable
 from evoattn.dispatch.checks import check_no_tangent
+from evoattn.dispatch.custom_operator import CustomOperator
 from evoattn.dispatch.distributed import Split
-from evoattn.dispatch.operators import LIBRARY
 from evoattn.pair.checking import check_out, is_recorded, result_dtype, writable_out
 
 Takes = TypeVar("Takes", bound=Callable[..., bool])
@@ -40,7 +39,7 @@ class Operator:
     Args:
         name: of the operator.
         x: the name of its input.
-        weights, options: the named tuples of its parameters and settings.
+        weights, options: the classes of the named tuples of its parameters and settings.
         steps: returns the module of its kernels, which has `forward` and `backward`. It needs Triton.
         takes: returns whether kernels on a GPU take so many channels and hidden channels in a dtype of the products.
         last: the weight `[C, H]` that tells both. It is never None.
@@ -48,7 +47,6 @@ class Operator:
         reference: the same in plain torch. It takes x, the mask, weights, options and a split, which may be None.
         axes: how many axes of x the kernels take, besides one for all leading axes.
         saved: names of the tensors that the backward reads besides.
-        required: weights that are never None.
     """
 
     def __init__(
@@ -65,29 +63,28 @@ class Operator:
         reference: Callable[..., Tensor],
         axes: int,
         saved: tuple[str, ...] = (),
-        required: tuple[str, ...] = (),
     ) -> None:
-        self.weights, self.options, self.axes = weights, options, axes
+        self.weights, self.axes, self.saved, self.count = weights, axes, len(saved), len(weights._fields)
         self.steps, self.takes, self.last, self.outline, self.reference = steps, takes, last, outline, reference
-        self.saved, self.count = len(saved), len(weights._fields)
-        kinds = typing.get_type_hints(options)
-        tensors = ", ".join(f"Tensor{'' if field in required else '?'} {field}" for field in weights._fields)
-        settings = ", ".join(f"{kinds[field].__name__} {field}" for field in options._fields)
-        read = "".join(f"Tensor {field}, " for field in saved)
-        results = f"({', '.join(['Tensor'] * (1 + len(saved)))})" if saved else "Tensor"
-        LIBRARY.define(f"{name}(Tensor {x}, Tensor? mask, {tensors}, {settings}) -> {results}")
-        LIBRARY.define(
-            f"{name}_backward(Tensor do, Tensor {x}, Tensor? mask, {read}{tensors}, {settings}, bool needs_weights)"
-            f" -> ({', '.join(['Tensor'] * (1 + self.count))})"
+        values, read = (f"Tensor {x}", "Tensor? mask"), [f"Tensor {name}" for name in saved]
+        results, gradients = (", ".join(["Tensor"] * (1 + count)) for count in (self.saved, self.count))
+        forward = CustomOperator(
+            name,
+            (*values, weights, options),
+            f"({results})" if saved else results,
+            lambda *arguments: self._as_results(self.run(*arguments)),
+            lambda x, mask, *arguments: self._as_results(outline(x, *arguments)),
         )
-        LIBRARY.impl(name, self._forward, "CompositeExplicitAutograd")
-        LIBRARY.impl(f"{name}_backward", self._backward, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"evoattn::{name}", self._fake_forward, lib=LIBRARY)
-        torch.library.register_fake(f"evoattn::{name}_backward", self._fake_backward, lib=LIBRARY)
-        torch.library.register_autograd(f"evoattn::{name}", self._differentiate, setup_context=self._save, lib=LIBRARY)
-        torch.library.register_autograd(f"evoattn::{name}_backward", no_second_derivative, lib=LIBRARY)
-        self.forward = getattr(torch.ops.evoattn, name).default
-        self.backward = getattr(torch.ops.evoattn, f"{name}_backward").default
+        backward = CustomOperator(
+            f"{name}_backward",
+            ("Tensor do", *values, *read, weights, options, "bool needs_weights"),
+            f"({gradients})",
+            self._run_backward,
+            self._outline_backward,
+        )
+        forward.differentiate(self._save, self._differentiate)
+        backward.refuse_derivative(NO_SECOND_DERIVATIVE)
+        self.forward, self.backward = forward.operator, backward.operator
 
     def __call__(
         self, x: Tensor, mask: Tensor | None, weights: Any, options: Any, out: Tensor | None = None, split: Split | None = None
@@ -145,41 +142,30 @@ class Operator:
             dx, grads = self.steps().backward(do.contiguous(), *arguments)
         return dx, grads or (None,) * self.count
 
-    def _values(self, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-        """The weights and the options among the arguments of torch's operator."""
-        return self.weights(*arguments[: self.count]), self.options(*arguments[self.count :])
-
-    def _forward(self, x: Tensor, mask: Tensor | None, *arguments: Any) -> Any:
-        results = self.run(x, mask, *self._values(arguments))
+    def _as_results(self, results: tuple[Tensor, ...]) -> Any:
+        """The results of the operator of torch, which is a tensor if there is only one."""
         return results if self.saved else results[0]
 
-    def _fake_forward(self, x: Tensor, mask: Tensor | None, *arguments: Any) -> Any:
-        results = self.outline(x, *self._values(arguments))
-        return results if self.saved else results[0]
-
-    def _backward(self, do: Tensor, x: Tensor, mask: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-        saved, arguments, needs_weights = arguments[: self.saved], arguments[self.saved : -1], arguments[-1]
-        dx, grads = self.run_backward(do, x, mask, saved, *self._values(arguments), needs_weights)
+    def _run_backward(self, do: Tensor, x: Tensor, mask: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+        *saved, weights, options, needs_weights = arguments
+        dx, grads = self.run_backward(do, x, mask, saved, weights, options, needs_weights)
         return dx, *[x.new_empty(0) if y is None else y.clone() for y in grads]  # the results of an operator share no memory
 
-    def _fake_backward(self, do: Tensor, x: Tensor, mask: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-        weights, _ = self._values(arguments[self.saved : -1])
-        return torch.empty_like(x), *[
-            torch.empty_like(y) if arguments[-1] and y is not None else x.new_empty(0) for y in weights
-        ]
+    def _outline_backward(self, do: Tensor, x: Tensor, mask: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+        *_, weights, _, needs_weights = arguments
+        grads = [torch.empty_like(y) if needs_weights and y is not None else x.new_empty(0) for y in weights]
+        return torch.empty_like(x), *grads
 
-    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x, mask, *rest = inputs
-        ctx.save_for_backward(x, mask, *(output[1:] if self.saved else ()), *rest[: self.count])
-        ctx.options = rest[self.count :]
+    def _save(self, ctx: Any, values: tuple[Any, ...], output: Any) -> None:
+        x, mask, weights, ctx.options = values
+        ctx.save_for_backward(x, mask, *(output[1:] if self.saved else ()), *weights)
 
     def _differentiate(self, ctx: Any, do: Tensor, *_: Tensor) -> tuple[Any, ...]:
         check_no_tangent(do, of=OF_A_BACKWARD)
         saved = ctx.saved_tensors  # read once: a checkpoint computes them at the first look
         needs = [x is not None and x.requires_grad for x in saved[-self.count :]]
         dx, *grads = self.backward(do, *saved, *ctx.options, any(needs))
-        weights = [x if need else None for x, need in zip(grads, needs, strict=True)]
-        return dx, None, *weights, *[None] * len(ctx.options)
+        return dx, None, *[x if need else None for x, need in zip(grads, needs, strict=True)]
 
 
 class _Recorded(torch.autograd.Function):

@@ -156,5 +156,4 @@ OPERATOR = Operator(
     outline=_outline,
     reference=reference,
     axes=1,
-    required=("a_weight", "out_weight"),
 )

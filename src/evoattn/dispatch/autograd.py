@@ -28,6 +28,9 @@ Gradients = tuple[Tensor | None, ...]
 """In the order of `problem.GRADIENTS`; None for one that is not wanted."""
 
 
+_INPUTS = len(Inputs._fields)
+
+
 @dataclasses.dataclass(eq=False)
 class OperatorCall:
     """A call through the operator, by views that autograd knows of. Its backward has canonical axes.
@@ -96,7 +99,7 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: Needs) -
     seen = guards.is_seen()
     if seen:  # perhaps by forward mode
         check_no_tangent(do, dlse)
-    saved, call, count = ctx.saved_tensors, ctx.call, len(Inputs._fields)
+    saved, call, count = ctx.saved_tensors, ctx.call, _INPUTS
     from_p = len(saved) == count + len(SavedProbabilities._fields)
     outputs = SavedProbabilities._make(saved[count:]) if from_p else Outputs._make(saved[count:])
     work = BackwardPass(Inputs._make(saved[:count]), call.settings, Cotangents(do, dlse), outputs, needs)
@@ -224,7 +227,7 @@ def _save_operator(ctx: Any, values: tuple[Inputs, Settings], output: tuple[Tens
 
 def _differentiate_operator(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> Gradients:
     asked = tuple([bool(need) for need in ctx.needs_input_grad])
-    return _with_mask(_gradients(ctx, do, dlse, _needs_of(asked[: len(Inputs._fields)])))
+    return _with_mask(_gradients(ctx, do, dlse, _needs_of(asked[:_INPUTS])))
 
 
 operators.FORWARD.differentiate(_save_operator, _differentiate_operator)

@@ -1,17 +1,21 @@
 """Files that later processes read are written whole or not at all, whatever happens to the writer or to the folder."""
 
+import contextlib
 import errno
+import fcntl
 import os
 import pathlib
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from evoattn.compile import cache
+from tests.helpers.locks import locked_by_another
 from tests.helpers.processes import forked
 
 
@@ -98,3 +102,45 @@ def test_two_processes_that_write_at_once_leave_a_whole_file(tmp_path: pathlib.P
             time.sleep(0.01)
     assert [writer.wait(60) for writer in writers] == [0, 0]
     assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_code_that_another_process_makes_is_waited_for(kept: bool, tmp_path: pathlib.Path) -> None:
+    """It is made here if the other one dies before it has written it."""
+    path, loaded = tmp_path / "a" / "code.o", []
+    with locked_by_another(path) as other:
+        waits = threading.Thread(target=lambda: loaded.append(cache.code(path, bytes, lambda: b"made here")))
+        waits.start()
+        waits.join(0.2)
+        assert waits.is_alive()
+        if kept:
+            cache.keep_code(path, b"made there")
+        other.kill()
+        waits.join(60)
+    assert loaded == [b"made there" if kept else b"made here"]
+    assert names(path.parent) == ["code.o"], "nobody holds the lock any more"
+
+
+def test_who_need_not_wait_is_told_that_a_lock_is_held(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "code.o"
+    with locked_by_another(path), cache.locked(path, wait=False) as held:
+        assert not held
+    with cache.locked(path, wait=False) as held:
+        assert held
+
+
+@pytest.mark.parametrize("step", ["lock", "folder"])
+def test_without_locks_code_is_made(step: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network drive without them, or in a folder that cannot be written."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if step == "lock":
+        monkeypatch.setattr(fcntl, "lockf", refuse)
+    else:
+        (tmp_path / "a").write_text("")
+    cache.cannot_keep.cache_clear()
+    with contextlib.nullcontext() if step == "lock" else pytest.warns(UserWarning, match="cannot be written"):
+        assert cache.code(tmp_path / "a" / "code.o", bytes, lambda: b"made") == b"made"
+    cache.cannot_keep.cache_clear()

@@ -25,8 +25,9 @@ from evoattn.compile import cache, first_calls
 from evoattn.compile.workers import Task, Worker, start
 from evoattn.core.devices import planned_for
 from tests.fuzz.trials import Workers
-from tests.helpers.first_calls import CHANNELS, Helper, kernels, locked_by_another, until
+from tests.helpers.first_calls import CHANNELS, Helper, kernels, until
 from tests.helpers.kept_kernels import kept, new_process
+from tests.helpers.locks import locked_by_another
 from tests.helpers.scripts import load
 
 

@@ -1,21 +1,16 @@
 """Kernels that compile in 0.2 s, and stand-ins for the helpers of a first call."""
 
-import contextlib
 import io
 import pickle
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
 
 from evoattn.backends.hopper import launch
 from evoattn.backends.hopper.kernels.statistics import Statistics
-from evoattn.compile import cache
 from evoattn.compile.workers import Task
-from tests.helpers.processes import forked
 
 CHANNELS = (8, 16, 24, 32)
 
@@ -53,22 +48,3 @@ class _Pipe(io.BytesIO):
     def close(self) -> None:
         self.written = self.written or self.getvalue()
         super().close()
-
-
-@contextlib.contextmanager
-def locked_by_another(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lock of a file until it is told to end or is killed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    process = forked(lambda: _hold(path), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdin is not None and process.stdout is not None and process.stdout.readline() == "held\n"
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def _hold(path: Path) -> None:
-    with cache.locked(path):
-        print("held", flush=True)
-        input()

@@ -31,7 +31,7 @@ from tests.helpers.locks import locked_by_another
 from tests.helpers.scripts import load
 
 
-def file_of(kernel: launch.Kernel) -> pathlib.Path:
+def file_of(kernel: launch.KernelVariant) -> pathlib.Path:
     """Where a kernel is kept."""
     path = ahead.needed(lambda: (Plan(print, print, kernels=(kernel,)), ()))[0].path
     assert path is not None

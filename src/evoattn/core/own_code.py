@@ -24,6 +24,8 @@ _OURS = f"{pathlib.Path(__file__).parents[1]}{os.sep}"
 _TORCHS = f"{pathlib.Path(nn.__file__).parents[1]}{os.sep}"
 _COMPILERS = f"{_TORCHS}_dynamo{os.sep}"
 
+_FUNCTIONS = (types.FunctionType, functools._lru_cache_wrapper)
+
 CALLS = ("forward", "__call__", "_call_impl")
 """Methods that run when a module is called, by whatever class they are defined."""
 
@@ -32,16 +34,17 @@ def is_from(function: Any, module: str) -> bool:
     """Return whether the package of a module defines a function, and every function that this one wraps.
 
     A function of evoattn counts too: `evoattn.patch` puts it there, and has looked at what it wraps. So does a decorator such
-    as `torch.compiler.disable`, if it wraps one that counts. Proxies and other callable objects do not count.
+    as `torch.compiler.disable` or `functools.lru_cache`, if it wraps one that counts. Proxies and other callable objects do
+    not count.
     """
     if isinstance(function, functools.partial):
         return is_ours(function.func)
     function = getattr(function, "__func__", getattr(function, "fget", function))  # of a static method, of a property
     places = (*_places(module), _OURS)
-    while type(function) is types.FunctionType:
+    while type(function) in _FUNCTIONS:
         inner = vars(function).get("__wrapped__")
-        file = function.__code__.co_filename
-        if not file.startswith(places) and not (inner and file.startswith(_COMPILERS)):
+        code = getattr(function, "__code__", None)  # a cache has none
+        if code and not code.co_filename.startswith(places) and not (inner and code.co_filename.startswith(_COMPILERS)):
             return False
         if inner is None:
             return True
@@ -78,7 +81,7 @@ def called(kind: type) -> Iterator[tuple[dict[str, Any], str, Any]]:
     waiting = [getattr(value, "__func__", getattr(value, "fget", value)) for _, _, value in methods(kind)]
     while waiting:
         function = waiting.pop()
-        function = inspect.unwrap(function) if type(function) is types.FunctionType else None
+        function = inspect.unwrap(function) if type(function) in _FUNCTIONS else None
         if function is None or is_ours(function):
             continue
         names = function.__globals__

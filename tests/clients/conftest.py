@@ -12,9 +12,9 @@ import torch
 
 from evoattn.clients import patching
 from evoattn.clients.layers import sites
+from evoattn.clients.registry import known
 from evoattn.clients.releases import digest, sources
 from evoattn.clients.site import Client
-from evoattn.nn.known import LAYERS
 from tests.clients.program import Program
 from tests.clients.recording import Watched
 from tests.clients.toy import SITES, TOY, function_at
@@ -34,15 +34,15 @@ def toy(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[typ
     (tmp_path / "toy-1.0.dist-info").mkdir()
     (tmp_path / "toy-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    layer_sites = sites("toy_client.triangle:Triangle")
-    known = Client("toy", "toy", SITES, values=(("toy_client.layers", "has_kernel", True),), layers=layer_sites)
+    openfolds = known()["openfold.model.triangular_attention.TriangleAttention"]
+    monkeypatch.setitem(known(), "toy_client.triangle.Triangle", openfolds)
+    layer_sites = sites({"toy_client.triangle.Triangle": openfolds})
+    client = Client("toy", "toy", SITES, values=(("toy_client.layers", "has_kernel", True),), layers=layer_sites)
     monkeypatch.setattr(patching, "NAMES", ("toy",))
-    monkeypatch.setattr(patching, "client", {"toy": known}.__getitem__)
+    monkeypatch.setattr(patching, "client", {"toy": client}.__getitem__)
     model = importlib.import_module("toy_client.model")
     layers: Any = sys.modules["toy_client.layers"]
     digests = {str(site): digest(function_at(site)) for site in (*SITES, *layer_sites)}
-    openfolds = "openfold.model.triangular_attention.TriangleAttention"
-    monkeypatch.setitem(LAYERS, "toy_client.triangle.Triangle", LAYERS[openfolds])
     monkeypatch.setitem(sources(), "toy", {"0.9": {}, "1.0": digests})
     model.layers = layers
     yield model

@@ -135,7 +135,7 @@ def test_blocks_are_ours_at_any_length_if_they_are_recorded(monkeypatch: pytest.
 
     seen: list[bool] = []
     monkeypatch.setattr(layers, "residues", lambda _: 6)
-    monkeypatch.setattr(layers, "_counterpart", lambda module, arguments: (seen.append(site.is_repeated()), ""))
+    monkeypatch.setattr(layers, "_current", lambda module, arguments: (seen.append(site.is_repeated()), ""))
     count = Count()
     forward = graphs.step(layers.layer(Block.original, count, least=100), Count(), Traced(), shared=True)
     kind = type("Block", (Block,), {"forward": forward})
@@ -156,7 +156,7 @@ def test_short_inputs_are_left_to_the_client(
     from evoattn.clients import layers
 
     monkeypatch.setattr(layers, "residues", lambda _: 6)
-    monkeypatch.setattr(layers, "_counterpart", lambda module, arguments: (None, ""))
+    monkeypatch.setattr(layers, "_current", lambda module, arguments: (None, ""))
     for grad, left in ((False, inference), (True, training)):
         count = Count()
         with torch.set_grad_enabled(grad):

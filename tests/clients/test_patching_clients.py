@@ -165,8 +165,8 @@ def test_float32_attention_with_pair_bias_of_few_residues_is_left_to_the_client(
     layers = evoattn.nn.AttentionPairBias(8, 4, 4, 2), torch.nn.Identity()
     single, triangle = (types.SimpleNamespace(layer=x, is_block=False) for x in layers)
 
-    def left(counterpart: Any, length: int) -> bool:
-        return bool(client_layers.slower_in_float32(counterpart, (length,)))
+    def left(swap: Any, length: int) -> bool:
+        return bool(client_layers.slower_in_float32(swap, (length,)))
 
     assert [left(single, x) for x in (287, 288)] == [True, False] and not left(triangle, 5)
     with torch.no_grad():

@@ -49,6 +49,9 @@ class Triangle(evoattn.nn.TriangleAttention):
             nn.init.normal_(x)
 
     def forward(self, x, mask=None, use_lma=False, window=None):
+        return self.zeros(x)
+
+    def zeros(self, x):
         return 0 * x
 """,
 }

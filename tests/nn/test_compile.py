@@ -23,9 +23,9 @@ from evoattn.compat.cuequivariance import triangle_attention, triangle_multiplic
 from evoattn.compat.deepspeed import DS4Sci_EvoformerAttention
 from evoattn.compat.openfold import attention
 from evoattn.pair import transition, triangle_multiplication
+from tests.clients.standins import CHANNELS, assert_close, filled, outcome, pair_blocks, protenix
 from tests.nn.dense import Dense
 from tests.nn.layer_cases import LAYERS
-from tests.nn.standins import CHANNELS, assert_close, filled, outcome, pair_blocks, protenix
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.*:DeprecationWarning")
 

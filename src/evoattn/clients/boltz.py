@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evoattn.clients import graphs, sampling
+from evoattn.clients.arguments import forwards, ignore
+from evoattn.clients.blocks import END, KnownBlock, PairLayers, SplitBlock
 from evoattn.clients.calls import HOST_BOUND, additive, host_sets_pace, kernel, multiplication
-from evoattn.clients.layers import FEW, known_sites, layer
+from evoattn.clients.known import KnownLayer, channels_of, renamed, transition, triangle
+from evoattn.clients.layers import FEW, layer, sites
 from evoattn.clients.site import Client, Count, Replace, Site, named
 from evoattn.compat.openfold import attention
+from evoattn.nn.multiplication import JoinedTriangleMultiplication
+from evoattn.nn.pair_bias import AttentionPairBias
+from evoattn.nn.sharded import like, local
 
 
 def unless_host_bound(replace: Replace, *, counted: bool = True) -> Replace:
@@ -100,38 +108,198 @@ def projected(self: Any, s: Tensor, k_in: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.view(s.shape[0], -1, self.num_heads, self.head_dim) for x in qkv)
 
 
+def _make_pair_bias(client: Any) -> nn.Module:
+    projects = isinstance(client.proj_z, nn.Sequential)
+    c_z = client.proj_z[1].in_features if projects else client.num_heads
+    return AttentionPairBias(client.c_s, c_z, client.head_dim, client.num_heads, inf=client.inf)
+
+
+def _pair_bias(
+    layer: Any,
+    s: Tensor,
+    z: Tensor,
+    mask: Tensor,
+    *,
+    k_in: Tensor | None = None,
+    multiplicity: int = 1,
+    to_keys: Callable[[Tensor], Tensor] | None = None,
+    model_cache: dict[str, Any] | None = None,
+) -> Tensor:
+    """Call the layer with Boltz's arguments. The first axis of s and mask holds structures times samples.
+
+    `to_keys` picks the keys of each window.
+    """
+    if to_keys is not None:
+        k_in, mask = to_keys(s), to_keys(mask.unsqueeze(-1)).squeeze(-1)
+    pair_bias = None if model_cache is None else model_cache.get("z")
+    if pair_bias is None:
+        pair_bias = layer.pair_bias(z)
+        if model_cache is not None:
+            model_cache["z"] = pair_bias
+    samples = (-1, multiplicity)
+    keys = None if k_in is None or k_in is s else k_in.unflatten(0, samples)
+    mask, bias = mask.unflatten(0, samples), pair_bias.unsqueeze(1)
+    return layer(s.unflatten(0, samples), None, mask=mask, keys=keys, pair_bias=bias).flatten(0, 1)  # type: ignore[no-any-return]
+
+
+def _make_multiplication(outgoing: bool, client: Any) -> nn.Module:
+    channels = channels_of(client.norm_in)
+    return JoinedTriangleMultiplication(channels, channels, outgoing)
+
+
+MULTIPLICATION_MODULES = (
+    "layer_norm_in=norm_in layer_norm_out=norm_out linear_ab_p=p_in linear_ab_g=g_in linear_z=p_out linear_g=g_out"
+)
+_PAIR_BIAS = KnownLayer(
+    _make_pair_bias, "layer_norm_a=norm_s? layer_norm_z=proj_z.0? linear_z=proj_z.1? mha.linear_*=proj_*", _pair_bias
+)
+_OUTGOING, _INCOMING = (
+    KnownLayer(
+        functools.partial(_make_multiplication, outgoing),
+        MULTIPLICATION_MODULES,
+        forwards("x"),
+        kind="triangle multiplication",
+    )
+    for outgoing in (True, False)
+)
+_TRANSITION = transition("layer_norm=norm swiglu.linear_a=fc1 swiglu.linear_b=fc2 linear_out=fc3", "silu")
+
+
+def from_boltz(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the parameters in a state dict of Boltz, of one layer or of a whole model, to those of `evoattn.nn`.
+
+    Make `TriangleAttention` with `gate_bias=False, out_bias=False`, `TriangleMultiplication` with `bias=False`, and
+    `AttentionPairBias` with `inf=1e6`. Add `norm=False` if Boltz's layer has no `norm_s`.
+
+    Args:
+        state: tensors by Boltz's names, with any prefixes. An attention is renamed if the state has all five of its
+            projections, a triangle multiplication if it has all six weights, a transition if it has all four. Names of other
+            layers are kept.
+
+    Returns:
+        Tensors by the names of `evoattn.nn`. Some are views: Boltz has one projection for both halves of a multiplication.
+
+    Example:
+        >>> import torch
+        >>> state = {f"attention.proj_{x}.weight": torch.ones(8, 8) for x in "qkvgo"}
+        >>> list(from_boltz({**state, "outer_product_mean.proj_o.weight": torch.ones(8, 8)}))[3:]
+        ['attention.mha.linear_g.weight', 'attention.mha.linear_o.weight', 'outer_product_mean.proj_o.weight']
+    """
+    return renamed(state, (_PAIR_BIAS, _OUTGOING, _TRANSITION))
+
+
+def _call_pairs(
+    layers: PairLayers,
+    block: Any,
+    z: Tensor,
+    pair_mask: Tensor,
+    chunk_size_tri_attn: int | None = None,
+    package: str = "boltz",
+    **switches: Any,
+) -> Tensor:
+    """`package` is no argument of the client. Boltz draws dropout masks in inference too, which moves the random numbers of the
+    diffusion.
+    """
+    ignore(switches)
+    drop = sys.modules[f"{package}.model.layers.pairformer"].get_dropout_mask
+    first = z.dtype
+    z = z.to(torch.promote_types(first, torch.float32))  # as Boltz' z becomes by its dropout mask, also in inference
+
+    def draw(z: Tensor, which: int) -> Tensor | None:
+        columns = which == END
+        rows = (z[:, :1, :, :1] if columns else z[:, :, :1, :1]).to(z.dtype if which else first)
+        if block.training and block.dropout:
+            return drop(block.dropout, rows, True, columnwise=columns)  # type: ignore[no-any-return]
+        torch.rand(rows.shape, dtype=torch.float32 if package == "boltz" else rows.dtype, device=z.device)
+        return None
+
+    return layers.run(z, pair_mask, draw)
+
+
+def _call_block(
+    layers: Any, block: Any, s: Tensor, z: Tensor, mask: Tensor, pair_mask: Tensor, **switches: Any
+) -> tuple[Tensor, Tensor]:
+    z = _call_pairs(layers, block, z, pair_mask, **switches)
+    with torch.autocast("cuda", enabled=False):
+        s, float_z, mask = (x if x.dtype == torch.float64 else x.float() for x in (s, z, mask))
+        normed = layers.pre_norm_s(s)
+        s = s + layers.attention(s=normed, z=float_z, mask=mask, k_in=normed)
+        s = s + layers.transition_s(s)
+        return layers.s_post_norm(s), z
+
+
+def _split_single(client: Any, attention: Any, s: Any, z: Any, mask: Any, **_: Any) -> Any:
+    """The updated s of a block whose z is split over processes."""
+    with torch.autocast(z.device.type, enabled=False):
+        s, z, mask = (like(local(x).to(torch.promote_types(x.dtype, torch.float32)), x) for x in (s, z, mask))
+        part = local(s)
+        normed = like(client.pre_norm_s(part), s)
+        part = part + local(attention(normed, z, None, mask))
+        part = part + client.transition_s(part)
+        return like(client.s_post_norm(part), s)
+
+
+_SINGLE = ("pre_norm_s", "attention", "transition_s", "s_post_norm")
+
+
+def _known(package: str, multiplied: str) -> dict[str, KnownLayer | KnownBlock]:
+    """The layers and blocks that Boltz and BoltzGen share. `multiplied` is the module of the triangle multiplication."""
+    there = f"{package}.model.layers"
+    blocks = {
+        "PairformerLayer": KnownBlock(functools.partial(_call_block, package=package), "transition_z", single=_SINGLE),
+        "PairformerNoSeqLayer": KnownBlock(functools.partial(_call_pairs, package=package), "transition_z"),
+    }
+    return {
+        f"{there}.{multiplied}.TriangleMultiplicationOutgoing": _OUTGOING,
+        f"{there}.{multiplied}.TriangleMultiplicationIncoming": _INCOMING,
+        f"{there}.triangular_attention.attention.TriangleAttention": triangle(),
+        f"{there}.transition.Transition": _TRANSITION,
+        **{f"{there}.pairformer.{name}": block for name, block in blocks.items()},
+    }
+
+
 _uncounted = functools.partial(named, method="", counted=False)
 
 
 def _client(
-    package: str, multiplied: str, pairs: dict[str, Replace], diffusions: tuple[str, ...], layers: tuple[Site, ...] = ()
+    package: str,
+    multiplied: str,
+    pairs: dict[str, Replace],
+    diffusions: tuple[str, ...],
+    layers: tuple[Site, ...] = (),
+    known: Mapping[str, KnownLayer] | None = None,
+    split: Mapping[str, SplitBlock] | None = None,
 ) -> Client:
     """Boltz or BoltzGen.
 
     `multiplied` is the module of the triangle multiplication. `pairs` has replacements of `AttentionPairBias.forward` by
-    module, `diffusions` modules of the diffusion, `layers` sites that only one of both has.
+    module, `diffusions` modules of the diffusion. The others have what only one of both has: sites of `layers`, layers, and
+    blocks that can be split over processes.
     """
     there = f"{package}.model.layers"
-    triangle, multiplication_kernel = f"{there}.triangular_attention", "kernel_triangular_mult"
+    attention, multiplication_kernel = f"{there}.triangular_attention", "kernel_triangular_mult"
+    shared = _known(package, multiplied)
     diffusions = tuple(f"{package}.model.modules.{name}" for name in diffusions)
     return Client(
         package,
         package,
         (
-            Site(f"{triangle}.primitives", "_attention", additive),
-            Site(f"{triangle}.primitives", "kernel_triangular_attn", kernel),
+            Site(f"{attention}.primitives", "_attention", additive),
+            Site(f"{attention}.primitives", "kernel_triangular_attn", kernel),
             *(Site(f"{there}.{name}", "AttentionPairBias.forward", unless_host_bound(x)) for name, x in pairs.items()),
             Site(f"{there}.{multiplied}", ("_" if package == "boltzgen" else "") + multiplication_kernel,
                  multiplication, missing="cuequivariance_torch", counted=False),
-            Site(f"{triangle}.primitives", "Attention.forward"),
-            Site(f"{triangle}.attention", "TriangleAttention.forward"),
+            Site(f"{attention}.primitives", "Attention.forward"),
+            Site(f"{attention}.attention", "TriangleAttention.forward"),
         ),
-        layers=(*layers, *known_sites(package, but="AttentionPairBias", least=FEW)),
+        layers=(*layers, *sites(shared, least=FEW)),
         steps=(
             *named(graphs.step, *(f"{module}:DiffusionModule" for module in diffusions)),
             *_uncounted(graphs.loop, *(f"{module}:AtomDiffusion.sample" for module in diffusions)),
             *graphs.blocks(f"{there}.pairformer:PairformerLayer", f"{there}.pairformer:PairformerNoSeqLayer"),
         ),
+        known={**shared, **(known or {})},
+        split=split or {},
     )  # fmt: skip
 
 
@@ -159,6 +327,11 @@ CLIENTS = {
             ),
             *_uncounted(sampling.sampled, f"{_MODULES}.diffusionv2:AtomDiffusion.sample"),
         ),
+        {f"boltz.model.layers.{name}.AttentionPairBias": _PAIR_BIAS for name in ("attention", "attentionv2")},
+        {
+            "boltz.model.layers.pairformer.PairformerLayer": SplitBlock(_call_pairs, "", "mask", "attention", _split_single),
+            "boltz.model.layers.pairformer.PairformerNoSeqLayer": SplitBlock(_call_pairs),
+        },
     ),
     "boltzgen": _client("boltzgen", "triangular", {"attention": boltz2_attention}, ("diffusion",)),
 }

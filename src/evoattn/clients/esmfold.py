@@ -5,13 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evoattn.clients import graphs
+from evoattn.clients.arguments import UnknownArgument, ignore
+from evoattn.clients.blocks import KnownBlock
 from evoattn.clients.calls import projected
-from evoattn.clients.layers import FEW, known_sites
+from evoattn.clients.known import MULTIPLICATION, KnownLayer, transition, triangle
+from evoattn.clients.layers import FEW, sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
+from evoattn.nn.attention import add_residual
+from evoattn.nn.submodules import has_hooks
+from evoattn.nn.transition import Transition
 
 _MODULE = "transformers.models.esm.modeling_esmfold"
 
@@ -48,6 +54,58 @@ def _sequence(original: Any, count: Count) -> Any:
     return forward
 
 
+class _ResidueMlp(Transition):
+    """ESMFold's transition, whose update gets a dropout `drop`."""
+
+    drop: nn.Module
+
+    def add_to(self, x: Tensor, mask: Tensor | None, *, in_place: bool) -> Tensor:
+        drop = self.drop
+        if type(drop) is not nn.Dropout or has_hooks(drop) or (drop.training and drop.p > 0):
+            return add_residual(x, drop(self(x, mask)), residual=True, in_place=in_place)
+        return super().add_to(x, mask, in_place=in_place)
+
+
+def _residue_mlp(layer: Any, x: Tensor, **switches: Any) -> Tensor:
+    """Call the layer with ESMFold's arguments. It adds its update."""
+    ignore(switches)
+    return layer.add_to(x, None, in_place=False)  # type: ignore[no-any-return]
+
+
+def _call_block(
+    layers: Any, block: Any, sequence_state: Tensor, pairwise_state: Tensor, mask: Tensor | None = None, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """ESMFold ignores arguments that it does not know. Its dropouts are applied in turn along rows and along columns."""
+    s, z, lead = sequence_state, pairwise_state, tuple(sequence_state.shape[:2])
+    if s.ndim != 3 or tuple(z.shape[:-1]) != (*lead, lead[1]) or not (mask is None or tuple(mask.shape) == lead):
+        raise UnknownArgument("shapes that ESMFold refuses")
+    drops = (block.row_drop, block.col_drop)
+
+    def draw(z: Tensor, which: int) -> Tensor | None:
+        drop = drops[which % 2]
+        if not drop.dropout.training or not drop.dropout.p:
+            return None
+        sizes = [1 if axis in drop.batch_dim else size for axis, size in enumerate(z.shape)]
+        return drop.dropout(z.new_ones(sizes, dtype=layers.compute_dtype(z)))  # type: ignore[no-any-return]
+
+    update, _maps = layers.seq_attention(layers.layernorm_1(s), mask=mask, bias=layers.pair_to_sequence(z))
+    s = layers.mlp_seq(s + layers.drop(update))
+    z = z + layers.sequence_to_pair(s)
+    pairs = None if mask is None else mask.unsqueeze(2) * mask.unsqueeze(1)
+    return s, layers.run(z, pairs, draw, in_place=True)
+
+
+_SINGLE = ("layernorm_1", "pair_to_sequence", "seq_attention", "drop", "mlp_seq", "sequence_to_pair")
+
+_KNOWN: dict[str, KnownLayer | KnownBlock] = {
+    f"{_MODULE}.EsmFoldTriangleAttention": triangle(),
+    f"{_MODULE}.EsmFoldTriangleMultiplicativeUpdate": MULTIPLICATION,
+    f"{_MODULE}.EsmFoldResidueMLP": transition(
+        "layer_norm=mlp.0 linear_1=mlp.1 linear_2=mlp.3 drop=mlp.4", "mlp.2", _residue_mlp, _ResidueMlp
+    ),
+    f"{_MODULE}.EsmFoldTriangularSelfAttentionBlock": KnownBlock(_call_block, "mlp_pair", single=_SINGLE),
+}
+
 CLIENTS = {
     "esmfold": Client(
         "esmfold",
@@ -60,7 +118,8 @@ CLIENTS = {
             Site(_MODULE, "EsmFoldTriangleAttention.forward"),
             Site(_MODULE, "EsmFoldTriangularSelfAttentionBlock.forward"),
         ),
-        layers=known_sites(_MODULE, least_trained=FEW),
+        layers=sites(_KNOWN, least_trained=FEW),
         steps=graphs.blocks(f"{_MODULE}:EsmFoldTriangularSelfAttentionBlock"),
+        known=_KNOWN,
     )
 }

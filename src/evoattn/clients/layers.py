@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
+from evoattn.clients.arguments import positions
+from evoattn.clients.blocks import KnownBlock
 from evoattn.clients.calls import is_float32_on_gpu, residues
-from evoattn.clients.site import Count, Site, is_repeated, named
+from evoattn.clients.known import KnownLayer
+from evoattn.clients.site import Count, Site, is_repeated
+from evoattn.clients.swap import Swap
 from evoattn.nn import AttentionPairBias, Transition, TriangleMultiplication
-from evoattn.nn.known import LAYERS
-from evoattn.nn.known_blocks import BLOCKS
-from evoattn.nn.known_calls import ClientsOwn, UnknownArgument
-from evoattn.nn.replace import Replacement, by_name, overridden, positions
-from evoattn.nn.snapshots import Snapshot
 
 FEW = 288
 """Residues below which blocks are left to clients: launching kernels takes longer there than running them.
@@ -37,16 +35,8 @@ at 304. The trunk at 152 residues took 1.5 and 2.4 s.
 """
 
 
-class _Counterpart(NamedTuple):
-    """The layer of `evoattn.nn` for a client's layer, or why there is none; "" if the client's own is as fast."""
-
-    layer: Replacement | None
-    reason: str
-    snapshot: Snapshot
-
-
-_counterparts: weakref.WeakKeyDictionary[nn.Module, _Counterpart] = weakref.WeakKeyDictionary()
-"""For each layer of a client the counterpart that its last call had."""
+_swaps: weakref.WeakKeyDictionary[nn.Module, Swap] = weakref.WeakKeyDictionary()
+"""For each layer of a client the swap that its last call had."""
 
 _FEW_RESIDUES = "float32 with few residues, where the client's own layer takes less of the host"
 
@@ -58,29 +48,17 @@ The kernels multiply float32 without tensor cores, as torch does by default, and
 """
 
 
-_BASES = {"MSARowAttentionWithPairBias": "MSAAttention", "SwiGLUTransition": "Transition", "ReLUTransition": "Transition"}
-"""Known classes without a `forward` of their own, and the classes that they inherit it from."""
-
-
-def known_sites(package: str, *, but: str = "", **options: Any) -> tuple[Site, ...]:
-    """All layers and blocks of a package that `evoattn.nn` knows, but for a class. Options as for `sites`."""
-    pairs = (name.rpartition(".")[::2] for name in (*LAYERS, *BLOCKS) if name.startswith(f"{package}."))
-    names = (f"{module}:{_BASES.get(kind, kind)}" for module, kind in pairs if kind != but)
-    return sites(*dict.fromkeys(names), **options)
-
-
-def sites(*names: str, least: int = 0, least_trained: int | None = None, method: str = ".forward") -> tuple[Site, ...]:
-    """The layers "module:Class", whose `method` is replaced. least, least_trained: as `layer` takes them."""
-    replaced = named(functools.partial(layer, least=least, least_trained=least_trained), *names, method=method)
-    return tuple(dataclasses.replace(site, kind=_kind(name)) for site, name in zip(replaced, names, strict=True))
-
-
-def _kind(name: str) -> str:
-    """The kind of a layer or block "module:Class", of `KINDS`."""
-    if name.replace(":", ".") in BLOCKS:
-        return "pair block"
-    parts = {"Multiplicati": "triangle multiplication", "Transition": "transition", "MLP": "transition"}
-    return next((kind for part, kind in parts.items() if part in name.partition(":")[2]), "attention call")
+def sites(
+    known: Mapping[str, KnownLayer | KnownBlock], *, least: int = 0, least_trained: int | None = None, method: str = "forward"
+) -> tuple[Site, ...]:
+    """The `method` of layers and blocks, by the full name of the class. least, least_trained: as `layer` takes them."""
+    replace = functools.partial(layer, least=least, least_trained=least_trained)
+    found = {}
+    for name, description in known.items():
+        module, _, kind = name.rpartition(".")
+        function = f"{description.base or kind}.{method}"
+        found[module, function] = Site(module, function, replace, kind=description.kind)
+    return tuple(found.values())
 
 
 def layer(original: Callable[..., Any], count: Count, least: int = 0, least_trained: int | None = None) -> Callable[..., Any]:
@@ -95,7 +73,6 @@ def layer(original: Callable[..., Any], count: Count, least: int = 0, least_trai
             original asks less of it. Not if the call is recorded as a CUDA graph.
         least_trained: the same while gradients are recorded. None: `least`.
     """
-
     names = positions(original)
     least_trained = least if least_trained is None else least_trained
 
@@ -103,19 +80,15 @@ def layer(original: Callable[..., Any], count: Count, least: int = 0, least_trai
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         values = (*args, *kwargs.values())
-        counterpart, reason = None, _too_small(values, least_trained if torch.is_grad_enabled() else least)
+        swap, reason = None, _too_small(values, least_trained if torch.is_grad_enabled() else least)
         if not reason:
-            counterpart, reason = _counterpart(self, values)
-        if counterpart is not None:
-            reason = counterpart.obstacle()
-            if not reason:
-                try:
-                    result = counterpart(by_name(names, args, kwargs), self)
-                except UnknownArgument as error:
-                    reason = "" if isinstance(error, ClientsOwn) else str(error)
-                else:
-                    count.count_replaced()
-                    return result
+            swap, reason = _current(self, values)
+        if swap is not None:
+            result, why = swap.run(self, names, args, kwargs)
+            if why is None:
+                count.count_replaced()
+                return result
+            reason = why
         if reason:
             count.count_passed_on(reason)
         return original(self, *args, **kwargs)
@@ -130,41 +103,30 @@ def _too_small(arguments: tuple[Any, ...], least: int) -> str:
     return f"fewer than {least} residues, where the client's own layers take less of the host"
 
 
-def slower_in_float32(counterpart: Replacement | None, arguments: tuple[Any, ...]) -> str:
+def _current(client: nn.Module, arguments: tuple[Any, ...]) -> tuple[Swap | None, str]:
+    """The swap of a layer for a call, or None and the reason to leave the call to the client.
+
+    A look at all modules takes the host as long as several kernels, so a layer that is left to the client anyway gets none.
+    """
+    swap = _swaps.get(client)
+    if swap is not None:
+        reason = slower_in_float32(swap, arguments)
+        if reason or swap.is_left:
+            return None, reason
+    if swap is None or not swap.snapshot.holds(client):
+        swap = _swaps[client] = Swap(client, is_called=True)
+        if reason := slower_in_float32(swap, arguments):
+            return None, reason
+    return swap, ""
+
+
+def slower_in_float32(swap: Swap, arguments: tuple[Any, ...]) -> str:
     """The reason why a float32 call on a GPU is left to the client, or ""."""
-    if counterpart is None or not is_float32_on_gpu(arguments):
+    if swap.layer is None or not is_float32_on_gpu(arguments):
         return ""
-    if counterpart.is_block or isinstance(counterpart.layer, (Transition, TriangleMultiplication)):
+    if swap.is_block or isinstance(swap.layer, (Transition, TriangleMultiplication)):
         return WIDE
-    if is_repeated() or not isinstance(counterpart.layer, AttentionPairBias):
+    if is_repeated() or not isinstance(swap.layer, AttentionPairBias):
         return ""
     least = FEW if torch.is_grad_enabled() else _FEW_IN_SINGLE_TRACK
     return _FEW_RESIDUES if (residues(arguments, 3) or least) < least else ""
-
-
-def _counterpart(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Replacement | None, str]:
-    """The layer of `evoattn.nn` that computes a call of a client's layer, or None and the reason.
-
-    It is made anew when a module or a setting in the layer changed. A look at all of them takes the host as long as several
-    kernels, so a layer that is left to the client anyway gets none.
-    """
-    known = _counterparts.get(module)
-    if known is not None:
-        if known.layer is None and not known.reason:
-            return None, ""
-        if reason := slower_in_float32(known.layer, arguments):
-            return None, reason
-    method = overridden(module, entries=False)
-    if method:
-        return None, f"a {type(module).__name__} overrides {method}"
-    if known is None or not known.snapshot.holds(module):
-        layer, reason = None, ""
-        try:
-            layer = Replacement.of(module, entries=False)
-        except ValueError as error:
-            reason = str(error)
-        snapshot = Snapshot(module) if layer is None else layer.snapshot
-        known = _counterparts[module] = _Counterpart(layer, reason, snapshot)
-        if reason := slower_in_float32(layer, arguments):
-            return None, reason
-    return known.layer, known.reason

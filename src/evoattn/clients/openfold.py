@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from evoattn.clients import graphs
+from evoattn.clients.arguments import forwards, ignore
+from evoattn.clients.blocks import KnownBlock, call_openfold_block
 from evoattn.clients.calls import additive, low_memory, projected, queries_first
-from evoattn.clients.layers import known_sites
+from evoattn.clients.known import KnownLayer, layers_of_openfold, transition
+from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
+from evoattn.nn.template import TemplatePointwiseAttention
 
 _MODULE = "openfold.model.primitives"
 
@@ -65,6 +69,23 @@ def _offloads(*_: Any, _offload_inference: bool = False, **__: Any) -> str:
     return "MSA and pairs take turns on the GPU" if _offload_inference else ""
 
 
+def _templates(layer: Any, t: Tensor, z: Tensor, template_mask: Tensor | None = None, **switches: Any) -> Tensor:
+    ignore(switches)
+    return layer(t, z, template_mask)  # type: ignore[no-any-return]
+
+
+_MODEL, _RELU = "openfold.model", "layer_norm linear_1 linear_2"
+
+_KNOWN: dict[str, KnownLayer | KnownBlock] = {
+    **layers_of_openfold(_MODEL),
+    f"{_MODEL}.template.TemplatePointwiseAttention": KnownLayer(
+        TemplatePointwiseAttention, "mha.linear_*", _templates, "c_t c_z c_hidden no_heads inf"
+    ),
+    f"{_MODEL}.pair_transition.PairTransition": transition(_RELU, "relu", forwards("z")),
+    f"{_MODEL}.evoformer.MSATransition": transition(_RELU, "relu", forwards("m")),
+    f"{_MODEL}.evoformer.PairStack": KnownBlock(call_openfold_block, "pair_transition", True),
+}
+
 CLIENTS = {
     "openfold": Client(
         "openfold",
@@ -81,12 +102,13 @@ CLIENTS = {
             Site(_MODULE, "_attention_chunked_trainable"),
             Site("openfold.utils.kernel.attention_core", "AttentionCoreFunction.forward"),
         ),
-        layers=known_sites("openfold"),
+        layers=sites(_KNOWN),
         steps=graphs.blocks(
             "openfold.model.evoformer:EvoformerBlock",
             "openfold.model.evoformer:ExtraMSABlock",
             skip=_offloads,
             instead={"inplace_safe": False},  # in inference blocks write into their input; recorded ones do not
         ),
+        known=_KNOWN,
     )
 }

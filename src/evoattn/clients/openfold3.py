@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evoattn.clients import aggregation, graphs
+from evoattn.clients.arguments import Layer, forwards
+from evoattn.clients.blocks import KnownBlock, SplitBlock, call_openfold_block
 from evoattn.clients.calls import HOST_BOUND, host_sets_pace, low_memory, queries_first
-from evoattn.clients.layers import known_sites
+from evoattn.clients.known import KnownLayer, layers_of_openfold, renamed, share, transition, triangle
+from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, Site, named
 from evoattn.compat.cuequivariance import triangle_multiplicative_update
 from evoattn.compat.openfold import attention
+from evoattn.dispatch.axes import with_axes
+from evoattn.nn.pair_bias import AttentionPairBias
+from evoattn.nn.sharded import like, local
 
 _MODULE = "openfold3.core.model.primitives.attention"
 _WINDOWS = "openfold3.core.model.layers.sequence_local_atom_attention"
@@ -51,6 +59,73 @@ def rollout(original: Any, count: Count) -> Any:
     return graphs.loop(forward, count)
 
 
+def _make_pair_bias(client: Any) -> nn.Module:
+    """The attention of OpenFold-3's trunk or diffusion transformer."""
+    adaptive = hasattr(client, "linear_ada_out")
+    c_s = client.c_s if adaptive else None
+    layer = AttentionPairBias(client.c_q, client.c_z, client.mha.c_hidden, client.mha.no_heads, c_s, client.inf)
+    norms = "layer_norm_a.layer_norm_a layer_norm_a.layer_norm_s layer_norm_a.linear_g layer_norm_a.linear_s linear_ada_out"
+    share(layer, client, norms if adaptive else "layer_norm_a layer_norm_z")
+    return layer
+
+
+def _pair_bias(layer: Layer, a: Tensor, z: Tensor, **arguments: Any) -> Tensor:
+    """Call the layer with OpenFold-3's arguments, of the trunk or of the diffusion transformer."""
+    return forwards("a", "z", "s")(layer, a=a, z=with_axes(z, a.ndim + 1), **arguments)
+
+
+_PAIR_BIAS = KnownLayer(_make_pair_bias, "linear_z mha.linear_*", _pair_bias)
+_RELU = transition(
+    "layer_norm linear_1=transition_mlp.layers.0.0 linear_2=transition_mlp.linear_out",
+    "transition_mlp.layers.0.1",
+    base="Transition",
+)
+_SWIGLU = transition("layer_norm swiglu.linear_a swiglu.linear_b linear_out", "swiglu.swish", base="Transition")
+
+
+def from_openfold3(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the parameters in a state dict of OpenFold-3, of one layer or of a whole model, to those of `evoattn.nn`.
+
+    OpenFold-3 calls the pair bias of triangle attention `linear_z`, `evoattn.nn` calls it `linear`. The projections of a ReLU
+    transition have other names, and `fuse_projection_weights` joins those of a triangle multiplication. Make
+    `TriangleAttention` with `gate_bias=False, out_bias=False`, `TriangleMultiplication` with `bias=False`, and `Transition`
+    with its defaults, or with `activation="relu", bias=True`.
+
+    Args:
+        state: tensors by OpenFold-3's names, with any prefixes. A layer is renamed if the state has the weights of all its
+            modules. Names of other layers are kept.
+
+    Returns:
+        The same tensors by the names of `evoattn.nn`. Halves of a joined projection are views.
+
+    Example:
+        >>> import torch
+        >>> state = {f"mha.linear_{x}.weight": torch.ones(8, 8) for x in "qkvgo"}
+        >>> list(from_openfold3({"linear_z.weight": torch.ones(4, 8), "layer_norm.weight": torch.ones(8), **state}))[:2]
+        ['linear.weight', 'layer_norm.weight']
+    """
+    return renamed(state, (triangle("linear_z"), _RELU))
+
+
+def _split_single(client: Any, attention: Any, s: Any, z: Any, single_mask: Any, _mask_trans: bool = True, **_: Any) -> Any:
+    """The updated s of a block whose z is split over processes."""
+    part = local(s) + local(attention(s, z, None, single_mask))
+    return like(part + client.single_transition(part, mask=local(single_mask) if _mask_trans else None), s)
+
+
+_LAYERS, _LATENT = "openfold3.core.model.layers", "openfold3.core.model.latent"
+_PAIR_BLOCK = f"{_LATENT}.base_blocks.PairBlock"
+_call_pairs = functools.partial(call_openfold_block, end_options={"transpose_bias": True})
+
+_KNOWN: dict[str, KnownLayer | KnownBlock] = {
+    **layers_of_openfold(_LAYERS, "linear_z"),
+    f"{_LAYERS}.attention_pair_bias.AttentionPairBias": _PAIR_BIAS,
+    f"{_LAYERS}.attention_pair_bias.DiffusionAttentionPairBias": _PAIR_BIAS,
+    f"{_LAYERS}.transition.SwiGLUTransition": _SWIGLU,
+    f"{_LAYERS}.transition.ReLUTransition": _RELU,
+    _PAIR_BLOCK: KnownBlock(_call_pairs, "pair_transition", True),
+}
+
 CLIENTS = {
     "openfold3": Client(
         "openfold3",
@@ -72,7 +147,7 @@ CLIENTS = {
             (_MODULE, "TRITON_AVAILABLE", True),
             (_MULTIPLICATION, "triangle_multiplicative_update", triangle_multiplicative_update),
         ),
-        layers=known_sites("openfold3"),
+        layers=sites(_KNOWN),
         steps=(
             Site(_ATOMS, "aggregate_atom_feat_to_tokens", aggregation.means_by_mask, counted=False),
             Site(_ATOMS, "broadcast_token_feat_to_atoms", aggregation.from_tokens, counted=False),
@@ -86,5 +161,12 @@ CLIENTS = {
             Site(_DIFFUSION, "SampleDiffusion.forward", rollout, counted=False),
             *graphs.blocks("openfold3.core.model.latent.pairformer:PairFormerBlock", instead={"inplace_safe": False}),
         ),
+        known=_KNOWN,
+        split={
+            _PAIR_BLOCK: SplitBlock(_call_pairs),
+            f"{_LATENT}.pairformer.PairFormerBlock": SplitBlock(
+                _call_pairs, "pair_stack", "single_mask", "attn_pair_bias", _split_single
+            ),
+        },
     )
 }

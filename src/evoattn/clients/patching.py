@@ -17,15 +17,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from evoattn.clients import graphs as recorded
+from evoattn.clients.registry import NAMES, client
 from evoattn.clients.releases import UnknownRelease, check_files, check_function
 from evoattn.clients.site import KINDS, Client, Count, Site, in_words
 from evoattn.core.devices import installed
 
-NAMES = ("alphafold3_pytorch", "boltz", "boltzgen", "esmfold", "opendde", "openfold", "openfold3", "protenix", "rf3")
-"""Clients that `patch` knows; each has a module of this folder, or shares one (`_MODULES`)."""
-
-_MODULES = {"boltzgen": "boltz", "opendde": "protenix"}
-
+__all__ = ["NAMES", "Patch", "active", "client", "patch", "patch_as_imported"]
 
 _NOTHING = object()
 
@@ -351,12 +348,6 @@ def patch_as_imported(
         sites = [site for site in part.sites if site.module == module]
         active[name]._replace(of, sites, [value for value in part.values if value[0] == module])
     return active[name]
-
-
-def client(name: str) -> Client:
-    """The description of a client."""
-    module = importlib.import_module(f"evoattn.clients.{_MODULES.get(name, name)}")
-    return module.CLIENTS[name]  # type: ignore[no-any-return]
 
 
 class _Part(NamedTuple):

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from evoattn.clients import aggregation, graphs
+from evoattn.clients import aggregation, arguments, graphs
+from evoattn.clients.arguments import ClientsOwn, Layer, UnknownArgument, ignore
+from evoattn.clients.blocks import KnownBlock
 from evoattn.clients.calls import HOST_BOUND, additive, host_sets_pace, kernel, multiplication, queries_first
-from evoattn.clients.layers import FEW, known_sites, sites
+from evoattn.clients.known import MULTIPLICATION, KnownLayer, features, transition, triangle
+from evoattn.clients.layers import FEW, sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
+from evoattn.dispatch.axes import with_axes
+from evoattn.nn.pair_bias import AttentionPairBias
+
+_FEW = 16
+"""Keys up to which Protenix' triangle attention takes no kernel."""
 
 
 def _single(original: Any, count: Count) -> Any:
@@ -35,10 +47,122 @@ def _single(original: Any, count: Count) -> Any:
     return _attention
 
 
-def _client(package: str, model: str, method: str, *more: Site) -> Client:
-    """Protenix or OpenDDE. `model` is the class of the whole model, `method` is what its pairformer calls of a block."""
+def _check_scaled(x: Tensor, triangle_attention: str) -> None:
+    """Raise ClientsOwn if Protenix' triangle attention of x does not scale q: it takes no kernel for so few residues."""
+    if triangle_attention in ("cuequivariance", "deepspeed") and x.shape[-2] <= _FEW:
+        raise ClientsOwn(f"{_FEW} residues or fewer with {triangle_attention}, for which the client does not scale q")
+
+
+def _protenix_triangle(layer: Layer, x: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
+    _check_scaled(x, switches.get("triangle_attention", "torch"))
+    return arguments.triangle(layer, x, mask, **switches)
+
+
+def _make_pair_bias(client: Any) -> nn.Module | None:
+    """The attention of the single track. That of samples and atoms is left to Protenix."""
+    if client.has_s or client.cross_attention_mode:
+        return None
+    mha = client.attention
+    return AttentionPairBias(mha.c_q, features(client.linear_nobias_z, "in_features"), mha.c_hidden, mha.num_heads)
+
+
+def _pair_bias(
+    layer: Layer,
+    a: Tensor,
+    s: None,
+    z: Tensor,
+    *,
+    n_queries: int | None = None,
+    n_keys: int | None = None,
+    enable_efficient_fusion: bool = False,
+    extra_attn_bias: Tensor | None = None,
+    **switches: Any,
+) -> Tensor:
+    ignore(switches)
+    if n_queries or n_keys or enable_efficient_fusion or extra_attn_bias is not None:
+        raise ClientsOwn("windows, another product of the pair bias or one more bias")
+    return layer(a, with_axes(z, a.ndim + 1))
+
+
+def _call_protenix_block(
+    layers: Any,
+    block: Any,
+    s: Tensor | None,
+    z: Tensor,
+    pair_mask: Tensor | None,
+    *,
+    triangle_attention: str = "torch",
+    inplace_safe: bool = False,
+    **switches: Any,
+) -> tuple[Tensor | None, Tensor]:
+    """Protenix drops nothing if it may overwrite z."""
+    ignore(switches)
+    _check_scaled(z, triangle_attention)
+    rate = block.p_drop if block.training and not inplace_safe else 0.0
+    if rate and sys.modules["protenix.model.modules.fused_ops"].TRITON_FUSED_OPS_AVAILABLE:
+        raise UnknownArgument("FUSED_DROPOUT_RESIDUAL, for which Protenix draws other random numbers")
+
+    def draw(z: Tensor, which: int) -> Tensor | None:
+        return layers.shared(z, which, lambda ones: F.dropout(ones, rate)) if rate else None
+
+    z = layers.run(z, pair_mask, draw, in_place=inplace_safe)
+    return _single_of_protenix(layers, block, s, z), z
+
+
+def _single_of_protenix(layers: Any, block: Any, s: Tensor | None, z: Tensor, **more: Any) -> Tensor | None:
+    if block.c_s > 0:
+        s = s + layers.attention_pair_bias(a=s, s=None, z=z, **more)
+        s = s + layers.single_transition(s)
+    return s
+
+
+def _call_opendde_block(
+    layers: Any,
+    block: Any,
+    s: Tensor | None,
+    z: Tensor,
+    pair_mask: Tensor | None,
+    *,
+    inplace_safe: bool = False,
+    extra_attn_bias: Tensor | None = None,
+    **switches: Any,
+) -> tuple[Tensor | None, Tensor]:
+    """OpenDDE drops nothing."""
+    ignore(switches)
+    if os.environ.get("OPENDDE_FOLDCP_MODE", "single") != "single":
+        raise UnknownArgument("a pair representation that OpenDDE splits over processes")
+    z = layers.run(z, pair_mask, lambda *_: None, in_place=inplace_safe)
+    return _single_of_protenix(layers, block, s, z, extra_attn_bias=extra_attn_bias), z
+
+
+_PAIR_BIAS = KnownLayer(
+    _make_pair_bias,
+    "layer_norm_a=layernorm_a layer_norm_z=layernorm_z linear_z=linear_nobias_z mha.linear_*=attention.linear_*",
+    _pair_bias,
+)
+_SINGLE = ("attention_pair_bias", "single_transition")
+_TRANSITION = transition(
+    "layer_norm=layernorm1 swiglu.linear_a=linear_no_bias_a swiglu.linear_b=linear_no_bias_b linear_out=linear_no_bias", ""
+)
+
+
+def _client(
+    package: str, model: str, method: str, call_triangle: Callable[..., Tensor], call_block: Callable[..., Any], *more: Site
+) -> Client:
+    """Protenix or OpenDDE.
+
+    `model` is the class of the whole model, `method` is what its pairformer calls of a block. `call_triangle` and `call_block`
+    call our triangle attention and block.
+    """
     layers, primitives = f"{package}.model.triangular.layers", f"{package}.model.modules.primitives"
     triangles, block = f"{package}.model.triangular.triangular", f"{package}.model.modules.pairformer:PairformerBlock"
+    layers_known = {
+        f"{triangles}.TriangleAttention": triangle(call=call_triangle),
+        f"{triangles}.TriangleMultiplicativeUpdate": MULTIPLICATION,
+        f"{package}.model.modules.transformer.AttentionPairBias": _PAIR_BIAS,
+        f"{primitives}.Transition": _TRANSITION,
+    }
+    block_known = {block.replace(":", "."): KnownBlock(call_block, "pair_transition", True, _SINGLE)}
     return Client(
         package,
         package,
@@ -52,17 +176,15 @@ def _client(package: str, model: str, method: str, *more: Site) -> Client:
             Site(primitives, "_local_attention"),
             Site(primitives, "Attention.forward"),
         ),
-        layers=(
-            *known_sites(package, but="PairformerBlock", least_trained=FEW),
-            *sites(block, method=method, least_trained=FEW),
-        ),
+        layers=(*sites(layers_known, least_trained=FEW), *sites(block_known, least_trained=FEW, method=method)),
         steps=(
             Site(f"{package}.model.utils", "aggregate_atom_to_token", aggregation.means_by_token, counted=False),
             Site(f"{package}.model.modules.diffusion", "DiffusionModule.forward", graphs.step),
             Site(f"{package}.model.{package}", f"{model}.sample_diffusion", graphs.loop, counted=False),
             # In inference blocks write into their input; recorded ones do not.
-            *graphs.blocks(block, method=method, instead={"inplace_safe": False}),
+            *graphs.blocks(block, method=f".{method}", instead={"inplace_safe": False}),
         ),
+        known={**layers_known, **block_known},
     )
 
 
@@ -70,9 +192,11 @@ CLIENTS = {
     "protenix": _client(
         "protenix",
         "Protenix",
-        ".forward",
+        "forward",
+        _protenix_triangle,
+        _call_protenix_block,
         Site("protenix.model.triangular.layers", "_tri_attention", queries_first(scaled=True)),
         Site("protenix.model.triangular.layers", "_deepspeed_evo_attn", queries_first(scaled=False)),
     ),
-    "opendde": _client("opendde", "OpenDDE", ".forward_source"),
+    "opendde": _client("opendde", "OpenDDE", "forward_source", arguments.triangle, _call_opendde_block),
 }

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evoattn.clients import graphs
-from evoattn.clients.layers import known_sites
+from evoattn.clients.arguments import forwards
+from evoattn.clients.boltz import MULTIPLICATION_MODULES
+from evoattn.clients.known import KnownLayer, channels_of, features, transition
+from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
+from evoattn.nn.multiplication import JoinedTriangleMultiplication
+from evoattn.nn.triangle import TriangleAttention
 
 _TRIANGLES = "rf3.model.layers.attention"
 _UTILS = "rf3.model.layers.layer_utils"
@@ -119,6 +125,47 @@ def _low_precision(self: Any, a: Tensor) -> Tensor:
 tokens = functools.partial(graphs.step, skip=_attends_atoms)
 _loop = functools.partial(graphs.loop, of="diffusion_module")
 
+
+def _make_triangle(client: Any) -> nn.Module:
+    return TriangleAttention(features(client.to_q, "in_features"), client.dim, client.h, client.start_node)
+
+
+def _make_multiplication(client: Any) -> nn.Module:
+    channels = channels_of(client.norm_in)
+    layer: Any = JoinedTriangleMultiplication(channels, channels, client.direction == "outgoing")
+    layer.by_cuequivariance = client.use_cuequivariance
+    return layer  # type: ignore[no-any-return]
+
+
+def _triangle_layer(layer: Any, pair: Tensor) -> Tensor:
+    """Call the layer with RosettaFold-3's argument. Its pair bias is that of the pair that was not transposed."""
+    return layer(pair, transpose_bias=not layer.starting)  # type: ignore[no-any-return]
+
+
+def _multiplication(layer: Any, pair: Tensor) -> Tensor:
+    """Call the layer with RosettaFold-3's argument. Without cuEquivariance it divides the product by the number of residues."""
+    mask = None
+    if not (layer.by_cuequivariance and sys.modules[_TRIANGLES].SHOULD_USE_CUEQUIVARIANCE):
+        dtype = torch.promote_types(pair.dtype, torch.float32)
+        mask = pair.new_full((1,) * (pair.ndim - 1), pair.shape[-2] ** -0.5, dtype=dtype)  # a factor of both halves
+    return layer(pair, mask)  # type: ignore[no-any-return]
+
+
+_KNOWN = {
+    f"{_TRIANGLES}.TriangleAttention": KnownLayer(
+        _make_triangle,
+        "layer_norm=norm linear=to_b mha.linear_q=to_q mha.linear_k=to_k mha.linear_v=to_v mha.linear_g=to_g"
+        " mha.linear_o=to_out",
+        _triangle_layer,
+    ),
+    f"{_TRIANGLES}.TriangleMultiplication": KnownLayer(
+        _make_multiplication, MULTIPLICATION_MODULES, _multiplication, kind="triangle multiplication"
+    ),
+    f"{_UTILS}.Transition": transition(
+        "layer_norm=layer_norm_1 swiglu.linear_a=linear_1 swiglu.linear_b=linear_2 linear_out=linear_3", "", forwards("X")
+    ),
+}
+
 CLIENTS = {
     "rf3": Client(
         "rf3",
@@ -134,10 +181,11 @@ CLIENTS = {
             Site(_DIFFUSION, "AttentionPairBiasDiffusion"),
             Site("foundry.training.checkpoint", "activation_checkpointing"),
         ),
-        layers=(*known_sites("rf3"), Site(_UTILS, "Transition")),
+        layers=(*sites(_KNOWN), Site(_UTILS, "Transition")),
         steps=(
             Site(_DIFFUSION, "DiffusionTransformer.forward", tokens),
             Site(_SAMPLER, "SampleDiffusion.sample_diffusion_like_af3", _loop, counted=False),
         ),
+        known=_KNOWN,
     )
 }

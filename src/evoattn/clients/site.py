@@ -8,11 +8,15 @@ import contextvars
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from evoattn.core.devices import installed_version
+
+if TYPE_CHECKING:
+    from evoattn.clients.blocks import KnownBlock, SplitBlock
+    from evoattn.clients.known import KnownLayer
 
 
 class Count:
@@ -157,6 +161,8 @@ class Client:
         values: module, name and value of what says that a kernel is there, or is one; set where nothing is there.
         layers: whole layers that `evoattn.nn` can compute, replaced besides if that is asked for.
         steps: what a prediction repeats, recorded as CUDA graphs if that is asked for.
+        known: layers and blocks that `evoattn.nn` can compute, by the full name of the class.
+        split: blocks whose pair representation can be split over processes, by the full name of the class.
     """
 
     name: str
@@ -165,6 +171,8 @@ class Client:
     values: tuple[tuple[str, str, Any], ...] = ()
     layers: tuple[Site, ...] = ()
     steps: tuple[Site, ...] = ()
+    known: Mapping[str, KnownLayer | KnownBlock] = dataclasses.field(default_factory=dict)
+    split: Mapping[str, SplitBlock] = dataclasses.field(default_factory=dict)
 
     @property
     def installed(self) -> str | None:

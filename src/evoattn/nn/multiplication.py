@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from evoattn.dispatch.distributed import Split
 from evoattn.nn.attention import check_settings
 from evoattn.nn.initial import start
-from evoattn.nn.names import split_joined
 from evoattn.nn.pair_layer import Epilogue, PairLayer
 from evoattn.nn.project import compute_dtype_of, concatenate, layer_norm, linear
 from evoattn.nn.submodules import is_linear, is_norm
@@ -175,3 +174,16 @@ def _joined(linears: tuple[nn.Linear, ...], dtype: torch.dtype) -> tuple[Tensor,
         return linears[0].weight, linears[0].bias
     biases = [module.bias for module in linears if module.bias is not None]
     return concatenate([module.weight for module in linears], dtype), concatenate(biases, dtype) if biases else None
+
+
+def split_joined(name: str, x: Tensor) -> dict[str, Tensor]:
+    """Return the parameters of `evoattn.nn` that one of OpenFold becomes, by name.
+
+    The triangle multiplications of its multimer models of version 3 have one projection for both halves, `linear_ab_p`, and one
+    for their gates, `linear_ab_g`. So does OpenFold-3 with `fuse_projection_weights`. The first rows are those of the half a.
+    """
+    module, _, kind = name.rpartition(".")
+    if kind not in ("weight", "bias") or not f".{module}".endswith((".linear_ab_p", ".linear_ab_g")):
+        return {name: x}
+    start, end = module[: -len("ab_p")], module[-len("_p") :]
+    return {f"{start}{half}{end}.{kind}": part for half, part in zip("ab", x.chunk(2), strict=True)}

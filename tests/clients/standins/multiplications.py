@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.nn.standins import CHANNELS
+from tests.clients.standins import CHANNELS
 
 HIDDEN = 6
 

@@ -9,22 +9,24 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from evoattn.clients.arguments import by_name, positions
+from evoattn.clients.blocks import SplitBlock
+from evoattn.clients.registry import split_blocks
+from evoattn.clients.replace import subclass
+from evoattn.clients.snapshots import check_methods, original_of, own_method
+from evoattn.clients.swap import current
 from evoattn.dispatch.distributed import Split, is_distributed
-from evoattn.nn.known_blocks import BLOCKS
-from evoattn.nn.replace import Replacement, by_name, positions, subclass
-from evoattn.nn.sharded import from_parts, like, local, with_full_parameters
-from evoattn.nn.snapshots import check_methods, original_of, own_method
+from evoattn.nn.sharded import from_parts, local, with_full_parameters
 from evoattn.nn.submodules import has_hooks
 
 _ATTRIBUTE = "_evoattn_distributed"
-"""The attribute of a block that holds its `_BlockRunner`."""
+"""The attribute of a block that holds its `_Runner`."""
 
 
 def distribute(model: nn.Module, mesh: Any) -> list[str]:
@@ -60,16 +62,16 @@ def distribute(model: nn.Module, mesh: Any) -> list[str]:
         >>> distribute(nn.Linear(3, 3), types.SimpleNamespace(ndim=1))
         Traceback (most recent call last):
         ...
-        ValueError: no pair block of Linear is known: distribute takes models of openfold3, boltz
+        ValueError: no pair block of Linear is known: distribute takes models of boltz, openfold3
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, got {mesh.ndim}")
     blocks = _blocks_of(model)
     if not blocks:
-        clients = ", ".join(dict.fromkeys(name.partition(".")[0] for name in KINDS))
+        clients = ", ".join(dict.fromkeys(name.partition(".")[0] for name in split_blocks()))
         raise ValueError(f"no pair block of {type(model).__name__} is known: distribute takes models of {clients}")
     passing = _passing(model, {id(module) for _, module, _ in blocks})
-    runners = [_BlockRunner(module, kind, mesh, leaves=id(module) not in passing) for _, module, kind in blocks]
+    runners = [_Runner(module, kind, mesh, leaves=id(module) not in passing) for _, module, kind in blocks]
     for (_, module, _), block in zip(blocks, runners, strict=True):
         setattr(module, _ATTRIBUTE, block)
         original: Any = type(module)
@@ -87,8 +89,8 @@ def _passing(model: nn.Module, known: set[int]) -> set[int]:
     return {x for x, count in followed.items() if count == places[x]}
 
 
-def _blocks_of(model: nn.Module) -> list[tuple[str, nn.Module, _BlockKind]]:
-    blocks: list[tuple[str, nn.Module, _BlockKind]] = []
+def _blocks_of(model: nn.Module) -> list[tuple[str, nn.Module, SplitBlock]]:
+    blocks: list[tuple[str, nn.Module, SplitBlock]] = []
     inside: set[int] = set()
     for name, module in model.named_modules():
         kind = _kind_of(type(module))
@@ -101,18 +103,17 @@ def _blocks_of(model: nn.Module) -> list[tuple[str, nn.Module, _BlockKind]]:
     return blocks
 
 
-class _BlockRunner:
+class _Runner:
     """A client's block on this process.
 
     leaves: whether z and s are gathered after the block.
     """
 
-    def __init__(self, client: Any, kind: _BlockKind, mesh: Any, *, leaves: bool) -> None:
+    def __init__(self, client: Any, kind: SplitBlock, mesh: Any, *, leaves: bool) -> None:
         self.kind, self.mesh, self.leaves, self.group = kind, mesh, leaves, mesh.get_group()
         original: Any = original_of(type(client))
         self.original, self.forward = original, original.forward
         self.names = positions(self.forward)
-        self._replacements: dict[int, Replacement] = {}
         self._summed: dict[int, Tensor] = {}
         if method := own_method(client):
             raise ValueError(
@@ -120,12 +121,13 @@ class _BlockRunner:
                 "the model before you put it on the block, and make it without activation checkpointing by fairscale"
             )
         check_methods("", client)
-        self.check(client)
+        self.layers(client)
 
-    def check(self, client: Any) -> None:
-        """Raise ValueError if `evoattn.nn` cannot compute the layers of z and the attention of s, as they are now.
+    def layers(self, client: Any) -> tuple[Any, Any]:
+        """The layers of `evoattn.nn` for those of z, and for the attention of s if the block has one.
 
-        Their layers are made again if modules were exchanged.
+        Raises:
+            ValueError: `evoattn.nn` cannot compute them as they are now.
         """
         if self.original.forward is not self.forward:
             check_methods("", client)
@@ -136,23 +138,8 @@ class _BlockRunner:
                 raise ValueError(
                     f"{name} has hooks or a method of its own, and evoattn.nn does not call it: put it on the block"
                 )
-            self._check_layer(module)
-        if not self.kind.pair_stack:
-            self._check_layer(client)
-
-    def _check_layer(self, client: nn.Module) -> None:
-        replacement = self._replacements.get(id(client))
-        if replacement is None or not replacement.snapshot.holds(client):
-            replacement = Replacement.of(client, entries=False)
-            if replacement is None:
-                raise ValueError(f"evoattn.nn has no {type(client).__name__}: call distribute before you exchange layers")
-            self._replacements[id(client)] = replacement
-        if missed := replacement.obstacle():
-            raise ValueError(f"{missed}: put hooks and adapters on the block, or on projections and norms")
-
-    def of(self, client: nn.Module) -> Any:
-        """The layer of `evoattn.nn` for a client's layer or block."""
-        return self._replacements[id(client)].layer
+        attention = self.kind.attention
+        return _layer(self.pairs(client)), _layer(getattr(client, attention)) if attention else None
 
     def pairs(self, client: nn.Module) -> Any:
         """The module of the client that has the layers of z."""
@@ -181,7 +168,7 @@ class _BlockRunner:
         return dx
 
     def __call__(self, client: Any, arguments: dict[str, Any]) -> Any:
-        self.check(client)
+        layers, attention = self.layers(client)
         if torch.is_grad_enabled():
             self.check_summed(client)
         split = Split(self.group, -3, arguments["z"].shape[-3])
@@ -193,16 +180,15 @@ class _BlockRunner:
         for name, axis in (("s", -2), ("z", -3), ("pair_mask", -2), (self.kind.mask, -1)):
             if arguments.get(name) is not None and not is_distributed(arguments[name]):
                 arguments[name] = self._entered(arguments[name], split, axis)
-        s, z = with_full_parameters(client, arguments["z"], functools.partial(self._update, client, arguments))
-        return left(z, -3) if self.kind.update_s is None else (left(s, -2), left(z, -3))
 
-    def _update(self, client: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
-        """The updated s, or None, and z, of arguments that are DTensors."""
-        pairs = self.pairs(client)
-        options = {name: arguments[name] for name in ("_mask_trans",) if name in arguments}
-        call = BLOCKS[self.kind.pair_block].call
-        z = arguments["z"] = call(self.of(pairs), pairs, arguments["z"], arguments["pair_mask"], **options)
-        return None if self.kind.update_s is None else self.kind.update_s(self, client, arguments), z
+        def update() -> tuple[Any, Any]:
+            options = {name: arguments[name] for name in ("_mask_trans",) if name in arguments}
+            z = self.kind.update_z(layers, self.pairs(client), arguments["z"], arguments["pair_mask"], **options)
+            update_s = self.kind.update_s
+            return None if update_s is None else update_s(client, attention, **{**arguments, "z": z}), z
+
+        s, z = with_full_parameters(client, arguments["z"], update)
+        return left(z, -3) if self.kind.update_s is None else (left(s, -2), left(z, -3))
 
     def _entered(self, x: Tensor, split: Split, axis: int) -> Tensor:
         """The rows of this process, as a DTensor, of a tensor that is whole on all processes."""
@@ -211,58 +197,23 @@ class _BlockRunner:
         return from_parts(split.enter(x, axis), self.mesh, [Shard(x.ndim + axis)], x.shape)
 
 
-def _boltz_s(block: _BlockRunner, client: Any, arguments: dict[str, Any]) -> Any:
-    with torch.autocast(arguments["z"].device.type, enabled=False):
-        inputs = (arguments[name] for name in ("s", "z", "mask"))
-        s, z, mask = (like(local(x).to(torch.promote_types(x.dtype, torch.float32)), x) for x in inputs)
-        part = local(s)
-        normed = like(client.pre_norm_s(part), s)
-        part = part + local(block.of(client.attention)(normed, z, None, mask))
-        part = part + client.transition_s(part)
-        return like(client.s_post_norm(part), s)
+def _layer(client: nn.Module) -> Any:
+    """The layer of `evoattn.nn` for a client's layer or block."""
+    swap = current(client)
+    if swap.layer is None:
+        raise ValueError(
+            swap.reason or f"evoattn.nn has no {type(client).__name__}: call distribute before you exchange layers"
+        )
+    if missed := swap.obstacle():
+        raise ValueError(f"{missed}: put hooks and adapters on the block, or on projections and norms")
+    return swap.layer
 
 
-def _openfold3_s(block: _BlockRunner, client: Any, arguments: dict[str, Any]) -> Any:
-    s, mask = arguments["s"], arguments["single_mask"]
-    part = local(s) + local(block.of(client.attn_pair_bias)(s, arguments["z"], None, mask))
-    counted = local(mask) if arguments.get("_mask_trans", True) else None
-    return like(part + client.single_transition(part, mask=counted), s)
-
-
-class _BlockKind(NamedTuple):
-    """A class of blocks, and its single track.
-
-    Args:
-        pair_block: the block of `known_blocks` that updates z.
-        pair_stack: the name of the module that is this block. "": the block itself.
-        mask: the argument that is the mask of s.
-        attention: the name of the attention of s, if the block updates s.
-        update_s: computes the updated s.
-    """
-
-    pair_block: str
-    pair_stack: str = ""
-    mask: str = ""
-    attention: str = ""
-    update_s: Callable[..., Any] | None = None
-
-
-_OPENFOLD3, _BOLTZ = "openfold3.core.model.latent", "boltz.model.layers.pairformer"
-_PAIRS, _NO_SINGLE = f"{_OPENFOLD3}.base_blocks.PairBlock", f"{_BOLTZ}.PairformerNoSeqLayer"
-KINDS = {
-    f"{_OPENFOLD3}.pairformer.PairFormerBlock": _BlockKind(_PAIRS, "pair_stack", "single_mask", "attn_pair_bias", _openfold3_s),
-    _PAIRS: _BlockKind(_PAIRS),
-    f"{_BOLTZ}.PairformerLayer": _BlockKind(_NO_SINGLE, "", "mask", "attention", _boltz_s),
-    _NO_SINGLE: _BlockKind(_NO_SINGLE),
-}
-"""By the full name of a client's class."""
-
-
-def _kind_of(kind: Any) -> _BlockKind | None:
+def _kind_of(kind: Any) -> SplitBlock | None:
     """Return the kind of a class, or None if the class is unknown or overrides the known forward."""
     own: Any = original_of(kind)
     for x in own.__mro__:
-        known = KINDS.get(f"{x.__module__}.{x.__qualname__}")
+        known = split_blocks().get(f"{x.__module__}.{x.__qualname__}")
         if known is not None:
             return known if own.forward is x.forward else None
     return None
@@ -270,7 +221,7 @@ def _kind_of(kind: Any) -> _BlockKind | None:
 
 @functools.cache
 def _distributed(original: Any) -> Any:
-    """The subclass of a client's class whose forward is that of its `_BlockRunner`."""
+    """The subclass of a client's class whose forward is that of its `_Runner`."""
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

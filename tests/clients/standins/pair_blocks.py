@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import evoattn.nn as evoattn_nn
-from tests.nn.standins import CHANNELS, register
-from tests.nn.standins.multiplications import In, Out, Split
+from tests.clients.standins import CHANNELS, register
+from tests.clients.standins.multiplications import In, Out, Split
 
 CALLS: list[str] = []
 """Own forwards of clients' layers that ran."""

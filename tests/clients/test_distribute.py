@@ -18,14 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from evoattn.clients.known import KnownLayer
+from evoattn.clients.registry import known, split_blocks
 from evoattn.nn import AttentionPairBias, distribute, replace
-from evoattn.nn.distribute import KINDS
-from evoattn.nn.known import LAYERS, KnownLayer
-from evoattn.nn.known_blocks import BLOCKS
+from tests.clients.standins import CHANNELS
+from tests.clients.standins.multiplications import In, Out
+from tests.clients.standins.pair_blocks import Attention, Multiplied, Pairs, Wide, get_dropout_mask
 from tests.helpers import distributed
-from tests.nn.standins import CHANNELS
-from tests.nn.standins.multiplications import In, Out
-from tests.nn.standins.pair_blocks import Attention, Multiplied, Pairs, Wide, get_dropout_mask
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch was built without gloo, which these processes talk through", allow_module_level=True)
@@ -120,19 +119,20 @@ def stand_in() -> None:
         In: f"{boltz}.layers.triangular_mult.TriangleMultiplicationIncoming",
     }
     for kind, name in names.items():
-        LAYERS[f"{kind.__module__}.{kind.__qualname__}"] = LAYERS[name]
+        known()[f"{kind.__module__}.{kind.__qualname__}"] = known()[name]
 
     def make(client: Any) -> nn.Module:
         layer = AttentionPairBias(SINGLE, CHANNELS, 4, 2)
         layer._modules.update(client._modules)
         return layer
 
-    LAYERS[f"{__name__}.Track"] = KnownLayer(make, "", "", lambda layer, *args, **named: layer(*args, **named))
+    known()[f"{__name__}.Track"] = KnownLayer(make, "", lambda layer, *args, **named: layer(*args, **named))
     of_pairs = f"{openfold3}.latent.base_blocks.PairBlock"
-    BLOCKS[f"{Pairs.__module__}.Pairs"], KINDS[f"{Pairs.__module__}.Pairs"] = BLOCKS[of_pairs], KINDS[of_pairs]
-    KINDS[f"{__name__}.Block"] = KINDS[f"{openfold3}.latent.pairformer.PairFormerBlock"]
+    split = split_blocks()
+    known()[f"{Pairs.__module__}.Pairs"], split[f"{Pairs.__module__}.Pairs"] = known()[of_pairs], split[of_pairs]
+    split[f"{__name__}.Block"] = split[f"{openfold3}.latent.pairformer.PairFormerBlock"]
     of_layer = f"{boltz}.layers.pairformer.PairformerLayer"
-    BLOCKS[f"{__name__}.Layer"], KINDS[f"{__name__}.Layer"] = BLOCKS[of_layer], KINDS[of_layer]
+    known()[f"{__name__}.Layer"], split[f"{__name__}.Layer"] = known()[of_layer], split[of_layer]
     dropout = types.ModuleType(f"{boltz}.layers.pairformer")
     dropout.get_dropout_mask = get_dropout_mask  # type: ignore[attr-defined]
     sys.modules[dropout.__name__] = dropout
@@ -342,7 +342,7 @@ def test_distribute_refuses_unknown_and_distributed_blocks(measured: list[Any]) 
         "twice": "blocks.0 is distributed already: call distribute once for a model",
         "copied": COPIED,
         "saved": COPIED,
-        "unknown": "no pair block of Linear is known: distribute takes models of openfold3, boltz, tests",
+        "unknown": "no pair block of Linear is known: distribute takes models of boltz, openfold3, tests",
         "a layer": "evoattn.nn has no Linear: keep the client's layers in the block, or leave it out",
         "a hook on a layer": (
             f"tri_mul_out has hooks, {NOT_CALLED}: put hooks and adapters on the block, or on projections and norms"
@@ -370,7 +370,7 @@ def test_a_parameter_whose_gradient_would_not_be_summed() -> None:
     """It was frozen when the block was distributed, or came later."""
     module = nn.Linear(2, 2)
     module.bias.requires_grad_(False)
-    block = object.__new__(sys.modules["evoattn.nn.distribute"]._BlockRunner)
+    block = object.__new__(sys.modules["evoattn.clients.distribute"]._Runner)
     block._summed = {}
     block.hook(module)
     block.check_summed(module)

@@ -1,4 +1,4 @@
-"""A client's layer as it was: its modules, their settings, and the functions that stand for it. `replace` asks for them."""
+"""A client's layer as it was: its modules, their settings, and the functions that stand for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from evoattn.core.own_code import CALLS, called, methods, replaced_function
 
 ATTRIBUTE = "_evoattn_replacement"
-"""The attribute of a replaced layer that holds its `Replacement`."""
+"""The attribute of a replaced layer that holds its swap."""
 
 
 def original_of(kind: type) -> type:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import evoattn.nn as evoattn_nn
-from tests.nn.standins import CHANNELS, register
-from tests.nn.standins.multiplications import Split
+from tests.clients.standins import CHANNELS, register
+from tests.clients.standins.multiplications import Split
 
 CALLS: list[str] = []
 """Own forwards of stand-ins that ran."""

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import evoattn.nn as evoattn_nn
 from evoattn.clients.layers import layer as patched_layer
 from evoattn.clients.site import Count
-from tests.nn.standins import CHANNELS, assert_equal_gradients, filled, installed, normal, register
+from tests.clients.standins import CHANNELS, assert_equal_gradients, filled, installed, normal, register
 
 CALLS: list[str] = []
 """Own forwards of stand-ins that ran."""

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evoattn.nn.known import LAYERS
-from evoattn.nn.known_blocks import BLOCKS
+from evoattn.clients.registry import known
 
 __all__ = [
     "CHANNELS",
@@ -35,8 +34,7 @@ CHANNELS = 8
 def register(monkeypatch: pytest.MonkeyPatch, names: Mapping[type[nn.Module], str]) -> None:
     """Take stand-ins for the layers or blocks of clients with these names."""
     for kind, name in names.items():
-        known: Any = LAYERS if name in LAYERS else BLOCKS
-        monkeypatch.setitem(known, f"{kind.__module__}.{kind.__qualname__}", known[name])
+        monkeypatch.setitem(known(), f"{kind.__module__}.{kind.__qualname__}", known()[name])
 
 
 def installed(module: str) -> Any:

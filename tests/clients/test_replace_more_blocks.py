@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import evoattn
 import evoattn.nn as evoattn_nn
-from tests.nn.standins import CHANNELS, assert_close, edges, filled, normal, outcome, protenix, register
-from tests.nn.standins.multiplications import In, Out
-from tests.nn.standins.pair_blocks import CALLS, Attention, Multiplied, Pairs, Wide
+from tests.clients.standins import CHANNELS, assert_close, edges, filled, normal, outcome, protenix, register
+from tests.clients.standins.multiplications import In, Out
+from tests.clients.standins.pair_blocks import CALLS, Attention, Multiplied, Pairs, Wide
 
 
 class Stack(Pairs):
@@ -179,7 +179,8 @@ def test_opendde_blocks_agree_after_replace(monkeypatch: pytest.MonkeyPatch) -> 
     assert not protenix.CALLS
     monkeypatch.setenv("OPENDDE_FOLDCP_MODE", "distributed")
     monkeypatch.setattr(Dde, "forward", lambda self, s, z, pair_mask: (s, -z))
-    assert torch.equal(replaced(*leaves, edges())[1], -leaves[1])
+    with pytest.warns(UserWarning, match="a pair representation that OpenDDE splits"):
+        assert torch.equal(replaced(*leaves, edges())[1], -leaves[1])
 
 
 SEQUENCE, PAIR = 16, 8
@@ -263,7 +264,8 @@ def test_esmfold_with_hooks_and_shapes_that_it_refuses(counted: list[str]) -> No
         handle.remove()
         assert not counted, "its layers are ours"
     assert seen == ["row_drop", "row_drop", "tri_att_end"]
-    with pytest.raises(ValueError, match="inconsistent sequence length"):
+    refused = pytest.warns(UserWarning, match="shapes that ESMFold refuses")
+    with refused, pytest.raises(ValueError, match="inconsistent sequence length"):
         replaced(leaves[0][:, :5], leaves[1])
 
 

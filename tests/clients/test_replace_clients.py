@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,24 +13,28 @@ from torch import Tensor, nn
 import evoattn
 import evoattn.nn as evoattn_nn
 from evoattn.clients import patching
-from evoattn.nn.known_blocks import BLOCKS
+from evoattn.clients.blocks import KnownBlock
+from evoattn.clients.registry import known
 from evoattn.testing import relative_error
-from tests.nn.standins import filled, gradients, installed, normal
+from tests.clients.standins import filled, gradients, installed, normal
 
 
 def test_from_openfold3_renames_attention_alone() -> None:
     """State dicts of whole models: prefixes stay, and so do the names of all other layers."""
+    others = {f"a.tri_att_start.mha.linear_{x}.weight": 4 for x in "qkvo"}
     state = {
         "a.tri_att_start.layer_norm.weight": 0,
         "a.tri_att_start.linear_z.weight": 1,
         "a.attn_pair_bias.linear_z.weight": 2,
         "a.attn_pair_bias.layer_norm_a.weight": 3,
+        **others,
     }
     assert evoattn_nn.from_openfold3(state) == {  # type: ignore[arg-type]
         "a.tri_att_start.layer_norm.weight": 0,
         "a.tri_att_start.linear.weight": 1,
         "a.attn_pair_bias.linear_z.weight": 2,
         "a.attn_pair_bias.layer_norm_a.weight": 3,
+        **others,
     }
 
 
@@ -198,9 +201,9 @@ def test_blocks_patched(client: str, whole_layer: bool, monkeypatch: pytest.Monk
     """The same by `patch`: each kind of block, or of layer, is ours, and what their callers get is theirs."""
     monkeypatch.setenv("LAYERNORM_TYPE", "torch")
     installed(patching.client(client).distribution)
-    known = set(BLOCKS)
-    if not whole_layer:
-        monkeypatch.setattr(sys.modules["evoattn.nn.replace"], "BLOCKS", {})
+    of_blocks = {name for name, x in known().items() if isinstance(x, KnownBlock)}
+    for name in () if whole_layer else of_blocks:
+        monkeypatch.delitem(known(), name)
     compare, blocks = importlib.import_module("clients.compare"), importlib.import_module(f"clients.{client}").BLOCKS
     dtype, called = torch.float32, dict[str, int]()
     for block in blocks:
@@ -211,5 +214,5 @@ def test_blocks_patched(client: str, whole_layer: bool, monkeypatch: pytest.Monk
         for error, limit in zip(compare.errors(expected, actual), compare.LIMITS[dtype], strict=True):
             assert error <= limit, block.name
     for site in (site for site in patching.client(client).layers if site.counted):
-        is_block = f"{site.module}.{site.name.partition('.')[0]}" in known
+        is_block = f"{site.module}.{site.name.partition('.')[0]}" in of_blocks
         assert called[str(site)] or is_block != whole_layer, site

@@ -1,0 +1,40 @@
+"""The clients that evoattn knows, and their layers and blocks. Each client has a file of this folder, or shares one."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from evoattn.clients.blocks import KnownBlock, SplitBlock
+    from evoattn.clients.known import KnownLayer
+    from evoattn.clients.site import Client
+
+NAMES = ("alphafold3_pytorch", "boltz", "boltzgen", "esmfold", "opendde", "openfold", "openfold3", "protenix", "rf3")
+"""Clients that `patch` knows."""
+
+_FILES = {"boltzgen": "boltz", "opendde": "protenix"}
+
+
+def client(name: str) -> Client:
+    """The description of a client."""
+    module = importlib.import_module(f"evoattn.clients.{_FILES.get(name, name)}")
+    return module.CLIENTS[name]  # type: ignore[no-any-return]
+
+
+_known: dict[str, KnownLayer | KnownBlock] = {}
+_split: dict[str, SplitBlock] = {}
+
+
+def known() -> dict[str, KnownLayer | KnownBlock]:
+    """The layers and blocks of all clients, by the full name of the class. Not functools.cache, of which Dynamo warns."""
+    for name in NAMES if not _known else ():
+        _known.update(client(name).known)
+    return _known
+
+
+def split_blocks() -> dict[str, SplitBlock]:
+    """The blocks of all clients whose pair representation can be split over processes, by the full name of the class."""
+    for name in NAMES if not _split else ():
+        _split.update(client(name).split)
+    return _split

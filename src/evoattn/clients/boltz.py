@@ -300,6 +300,8 @@ def _client(
         ),
         known={**shared, **(known or {})},
         split=split or {},
+        linears=(f"{attention}.primitives.Linear",),
+        norms=(f"{attention}.primitives.LayerNorm",),
     )  # fmt: skip
 
 

@@ -110,5 +110,7 @@ CLIENTS = {
             instead={"inplace_safe": False},  # in inference blocks write into their input; recorded ones do not
         ),
         known=_KNOWN,
+        linears=(f"{_MODULE}.Linear",),
+        norms=(f"{_MODULE}.LayerNorm",),
     )
 }

@@ -168,5 +168,7 @@ CLIENTS = {
                 _call_pairs, "pair_stack", "single_mask", "attn_pair_bias", _split_single
             ),
         },
+        linears=("openfold3.core.model.primitives.linear.Linear",),
+        norms=("openfold3.core.model.primitives.normalization.LayerNorm",),
     )
 }

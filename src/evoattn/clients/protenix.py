@@ -185,6 +185,8 @@ def _client(
             *graphs.blocks(block, method=f".{method}", instead={"inplace_safe": False}),
         ),
         known={**layers_known, **block_known},
+        linears=(f"{layers}.OpenfoldLinear", f"{primitives}.Linear"),
+        norms=(f"{layers}.OpenFoldLayerNorm", f"{package}.model.layer_norm.layer_norm.FusedLayerNorm"),
     )
 
 

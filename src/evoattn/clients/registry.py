@@ -28,8 +28,12 @@ _split: dict[str, SplitBlock] = {}
 
 def known() -> dict[str, KnownLayer | KnownBlock]:
     """The layers and blocks of all clients, by the full name of the class. Not functools.cache, of which Dynamo warns."""
-    for name in NAMES if not _known else ():
-        _known.update(client(name).known)
+    if not _known:
+        from evoattn.nn import submodules  # not sooner: `import evoattn` needs no layers
+
+        for of in map(client, NAMES):
+            _known.update(of.known)
+            submodules.take_for_plain(of.linears, of.norms)
     return _known
 
 

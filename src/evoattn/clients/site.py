@@ -163,6 +163,7 @@ class Client:
         steps: what a prediction repeats, recorded as CUDA graphs if that is asked for.
         known: layers and blocks that `evoattn.nn` can compute, by the full name of the class.
         split: blocks whose pair representation can be split over processes, by the full name of the class.
+        linears, norms: full names of classes that compute the same as torch's, if they set no precision.
     """
 
     name: str
@@ -173,6 +174,8 @@ class Client:
     steps: tuple[Site, ...] = ()
     known: Mapping[str, KnownLayer | KnownBlock] = dataclasses.field(default_factory=dict)
     split: Mapping[str, SplitBlock] = dataclasses.field(default_factory=dict)
+    linears: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
 
     @property
     def installed(self) -> str | None:

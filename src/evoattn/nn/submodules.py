@@ -13,7 +13,7 @@ The questions look at classes and at dictionaries that are empty in a plain modu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,33 +25,18 @@ from torch.utils._device import DeviceContext
 
 from evoattn.core.own_code import is_from, torchs
 
-_LINEARS = frozenset(
-    (
-        "protenix.model.triangular.layers.OpenfoldLinear",
-        "opendde.model.triangular.layers.OpenfoldLinear",
-        "openfold.model.primitives.Linear",
-        "openfold3.core.model.primitives.linear.Linear",
-        "boltz.model.layers.triangular_attention.primitives.Linear",
-        "boltzgen.model.layers.triangular_attention.primitives.Linear",
-        "protenix.model.modules.primitives.Linear",
-        "opendde.model.modules.primitives.Linear",
-    )
-)
+_linears: frozenset[str] = frozenset()
 """Classes of clients, each with a linear forward that computes the same as torch's if it sets no precision."""
 
-_NORMS = frozenset(
-    (
-        "openfold.model.primitives.LayerNorm",
-        "openfold3.core.model.primitives.normalization.LayerNorm",
-        "boltz.model.layers.triangular_attention.primitives.LayerNorm",
-        "boltzgen.model.layers.triangular_attention.primitives.LayerNorm",
-        "protenix.model.triangular.layers.OpenFoldLayerNorm",
-        "opendde.model.triangular.layers.OpenFoldLayerNorm",
-        "protenix.model.layer_norm.layer_norm.FusedLayerNorm",
-        "opendde.model.layer_norm.layer_norm.FusedLayerNorm",
-    )
-)
+_norms: frozenset[str] = frozenset()
 """The same for layer norms over the last axis."""
+
+
+def take_for_plain(linears: Iterable[str], norms: Iterable[str]) -> None:
+    """Take classes of a client, by their full names, for linear modules and layer norms that compute the same as torch's."""
+    global _linears, _norms
+    _linears, _norms = _linears.union(linears), _norms.union(norms)
+
 
 _LINEAR, _NORM = torchs(nn.Linear, "forward"), torchs(nn.LayerNorm, "forward")
 _CALL, _CALL_IMPL = torchs(nn.Module, "__call__"), torchs(nn.Module, "_call_impl")
@@ -63,14 +48,14 @@ _TENSORS = frozenset((Tensor, nn.Parameter, type(None)))
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module computes `x W^T + b` from its `weight` and `bias`, and nobody has to see that it is called."""
-    if F.linear is not _F_LINEAR or not _is_plain(module, nn.Linear, _LINEAR, _LINEARS):
+    if F.linear is not _F_LINEAR or not _is_plain(module, nn.Linear, _LINEAR, _linears):
         return False
     return module.__dict__.get("precision") is None
 
 
 def is_norm(module: nn.Module) -> bool:
     """Return whether a module is a layer norm over the last axis, and nobody has to see that it is called."""
-    if F.layer_norm is not _F_NORM or not _is_plain(module, nn.LayerNorm, _NORM, _NORMS):
+    if F.layer_norm is not _F_NORM or not _is_plain(module, nn.LayerNorm, _NORM, _norms):
         return False
     return len(module.__dict__.get("normalized_shape", (0,))) == 1
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-from evoattn.clients.graphs.states import ClassState, Values, brought, class_states, is_leaf, key, spread
+from evoattn.clients.graphs.states import ClassLook, Values, brought, class_looks, is_leaf, key, spread
 from evoattn.clients.graphs.trees import NotCaptured
 
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
@@ -43,7 +43,7 @@ class Seen:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._get: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], slice]] = []
         self._containers: list[tuple[int, str]] = []
-        self._classes: list[ClassState] = []
+        self._classes: list[ClassLook] = []
         self._tensors: list[weakref.ref[Tensor]] = []
         self._versioned: list[bool] = []
         self._at: list[int] = []
@@ -59,8 +59,8 @@ class Seen:
             devices = {x.device for x in self.weights}
             self.device = devices.pop() if len(devices) == 1 else None
             self.obstacle = self._obstacle(of, inner)
-            self._others, states, mentioned = _reached(of, inner)
-            self._classes = list(states.values())
+            self._others, looks, mentioned = _reached(of, inner)
+            self._classes = list(looks.values())
             self._note(of, inner)
             values = self._look()
             tensors = [x for x in (*values, *mentioned) if isinstance(x, Tensor)]
@@ -82,7 +82,7 @@ class Seen:
         if self._values is None:
             return True
         try:
-            if not self._values.are(self._look()) or not all(x.holds() for x in self._classes):
+            if not self._values.are(self._look()):
                 return False
             return bool(self.obstacle) or self._addresses() == self._at
         except Exception:  # a module or an attribute is gone, or what stands there now cannot be compared
@@ -116,7 +116,7 @@ class Seen:
             values.append(places[id(value)] if isinstance(value, nn.Module) else key(value))
         layouts = [x if x is None else (x.dtype, x.device, tuple(x.shape), x.stride()) for x in members if not _is_module(x)]
         names = [tuple(own.keys() - _COMMON_ATTRIBUTES) for own in map(vars, modules)]
-        return (*map(frozenset, names), *self._containers, *values, *shape, *layouts, *map(key, self._classes))
+        return (*map(frozenset, names), *self._containers, *values, *shape, *layouts, *map(key, self._look_at_classes()))
 
     def _note(self, of: nn.Module, inner: list[nn.Module]) -> None:
         """Note how to look at the modules: those with the same attributes are next to each other."""
@@ -134,7 +134,9 @@ class Seen:
         self._modules = [weakref.ref(x) for x in modules]
 
     def _look(self, members: bool = True) -> list[Any]:
-        """Everything that may differ: classes, attributes, what is in them, and all parameters, buffers and modules."""
+        """Everything that may differ: classes, attributes, what is in them; and all parameters, buffers and modules, and the
+        attributes of classes.
+        """
         modules = [x() for x in self._modules]
         owns = list(map(vars, modules))
         self._hooked = any(itertools.chain.from_iterable(map(_hooks_of, owns[1:])))
@@ -143,7 +145,13 @@ class Seen:
             values += itertools.chain.from_iterable(map(get, owns[group]))
         for at, name in self._containers:
             spread(owns[at][name], values)
-        return values + _members(owns) if members else values
+        return values + _members(owns) + self._look_at_classes() if members else values
+
+    def _look_at_classes(self) -> list[Any]:
+        values: list[Any] = []
+        for each in self._classes:
+            each.append(values)
+        return values
 
     def _addresses(self) -> list[int]:
         tensors = [x() for x in self._tensors]
@@ -164,7 +172,7 @@ class Seen:
         return ""
 
 
-def _reached(of: nn.Module, inner: list[nn.Module]) -> tuple[list[nn.Module], dict[type, ClassState], list[Any]]:
+def _reached(of: nn.Module, inner: list[nn.Module]) -> tuple[list[nn.Module], dict[type, ClassLook], list[Any]]:
     """Find the modules and classes that the code of modules can read.
 
     Returns:
@@ -173,19 +181,19 @@ def _reached(of: nn.Module, inner: list[nn.Module]) -> tuple[list[nn.Module], di
     """
     modules = [of, *inner]
     found = {id(x) for x in modules}
-    states: dict[type, ClassState] = {}
+    looks: dict[type, ClassLook] = {}
     mentioned: list[Any] = []
     for module in modules:  # which grow
         parts: list[Any] = [type(module)]
         for name in sorted(_names(module)):
             spread(vars(module)[name], parts)
-        of_classes = class_states(parts, states)
+        of_classes = class_looks(parts, looks)
         mentioned += of_classes
         for other in (*parts, *of_classes):
             if isinstance(other, nn.Module) and id(other) not in found:
                 modules += [x for x in other.modules() if id(x) not in found]
                 found.update(map(id, modules))
-    return modules[1 + len(inner) :], states, mentioned
+    return modules[1 + len(inner) :], looks, mentioned
 
 
 def _names(module: nn.Module) -> set[str]:

@@ -15,7 +15,7 @@ import re
 import threading
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ _PLAIN: frozenset[type] = frozenset(
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
 """Classes of plain values: two of them with one `repr` are equal."""
+
+_EXACT: frozenset[type] = frozenset({type(None), bool, int, str, bytes})
+"""Classes of plain values that differ if they are not equal."""
 
 _BY_IDENTITY = (
     *(type, types.ModuleType, types.BuiltinFunctionType, types.GenericAlias, types.UnionType, functools._lru_cache_wrapper),
@@ -172,72 +175,58 @@ def is_leaf(value: Any) -> bool:
     return is_plain(value) or (isinstance(value, _BY_IDENTITY) and not isinstance(value, types.BuiltinFunctionType))
 
 
-class _Weak(weakref.ref[Any]):
-    """Tells a value that is not kept from one that is."""
+class _Same(weakref.ref[Any]):
+    """Equal to another one of the same object while that exists. It does not keep the object."""
 
-    __slots__ = ()
+    __slots__ = ("_id",)
+
+    def __init__(self, value: Any, gone: Callable[[Any], None] | None = None) -> None:
+        super().__init__(value, gone)  # type: ignore[call-arg]
+        self._id = id(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self() is not None and self() is other()
+
+    def __hash__(self) -> int:
+        return self._id
+
+
+def key(value: Any, gone: Callable[[Any], None] | None = None) -> Hashable:
+    """A part that `spread` appended, as something that two looks may have in common. It keeps nothing that may hold a module.
+
+    gone: is called when a value that is no plain one does not exist any more.
+    """
+    kind = type(value)
+    if kind in _EXACT:
+        return kind, value
+    if is_plain(value):
+        return kind, repr(value)  # 0.0 == -0.0
+    try:
+        return _Same(value, gone)
+    except TypeError:  # a descriptor that knows its class
+        return "address", id(value)
 
 
 class Values:
-    """Values at a look, to compare with those of another one. It keeps plain values, and nothing that may hold a module."""
+    """Values at a look, to compare with those of another one."""
 
     def __init__(self, values: list[Any]) -> None:
         self._gone: list[Any] = []  # so the address of a value may be that of another one now
-        self._kept = [_kept(x, self._gone) for x in values]
+        self._held = list(filter(is_plain, values))  # so no other value gets their addresses
+        self._keys = [key(x, self._gone.append) for x in values]
         self._ids = list(map(id, values))
 
     def are(self, values: list[Any]) -> bool:
         """Return whether these are the same values."""
-        if list(map(id, values)) == self._ids and not self._gone:
-            return True
-        return len(values) == len(self._kept) and all(map(_is_same, self._kept, values))
-
-
-def _kept(value: Any, gone: list[Any]) -> Any:
-    if is_plain(value):
-        return value
-    try:
-        return _Weak(value, gone.append)
-    except TypeError:  # a descriptor that knows its class
-        return _Address(id(value))
-
-
-class _Address(int):
-    """Tells the address of a value from a number."""
-
-
-def _is_same(kept: Any, value: Any) -> bool:
-    if type(kept) is _Weak:
-        return kept() is value
-    if type(kept) is _Address:
-        return kept == id(value)
-    return kept is value or (type(kept) is type(value) and is_plain(value) and repr(kept) == repr(value))
-
-
-class Same:
-    """Equal to another one of the same object while that exists. It does not keep the object."""
-
-    def __init__(self, value: Any) -> None:
-        self._value, self._hash = weakref.ref(value), id(value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self._value() is not None and self._value() is other._value()
-
-    def __hash__(self) -> int:
-        return self._hash
-
-
-def key(value: Any) -> Any:
-    """A part that `spread` appended, as something hashable that two looks may have in common."""
-    return (type(value), repr(value)) if is_plain(value) else Same(value)
+        return (list(map(id, values)) == self._ids and not self._gone) or list(map(key, values)) == self._keys
 
 
 _LAZY = frozenset(("__slotnames__", "__annotations__", "__annotate_func__", "__annotations_cache__"))
 """Attributes that Python itself adds to a class, for copies and for annotations."""
 
 
-class ClassState:
-    """The attributes of a class as they were. It does not keep the class alive."""
+class ClassLook:
+    """How to look at the attributes of a class. It does not keep the class alive."""
 
     def __init__(self, kind: type) -> None:
         self._kind = weakref.ref(kind)
@@ -245,36 +234,27 @@ class ClassState:
         own_names = () if _root(kind.__module__) == "torch" else (x for x in own if not x.startswith(("__", "_abc_")))
         self._containers = [name for name in own_names if _is_spread(own[name])]
         self._left_out = _LAZY.union(self._containers)
-        self._values = Values(self._look(kind))
 
-    def holds(self) -> bool:
-        """Return whether the class has not changed."""
-        kind = self._kind()
-        try:
-            return kind is not None and self._values.are(self._look(kind))
-        except (NotCaptured, KeyError):
-            return False
-
-    def parts(self) -> list[Any]:
-        """The parts of the attributes of the class, but for functions."""
-        kind = self._kind()
-        own = {} if kind is None else {name: x for name, x in vars(kind).items() if name[:2] != "__"}
-        parts: list[Any] = [x for x in own.values() if isinstance(x, (type, Tensor, nn.Module))]
-        for name in self._containers:
-            spread(own[name], parts)
-        return parts
-
-    def _look(self, kind: type) -> list[Any]:
-        own = vars(kind)
-        values: list[Any] = []
+    def append(self, values: list[Any]) -> None:
+        """Append everything in the class that may differ to a list. TypeError: the class is gone."""
+        own = vars(self._kind())
         for name, value in own.items():
             if type(value) is property:  # cannot be told from another one at its address, but its functions can
                 values += (value.fget, value.fset, value.fdel)
             elif name not in self._left_out:
                 values.append(value)
+        self._append_containers(own, values)
+
+    def parts(self) -> list[Any]:
+        """The parts of the attributes of the class, but for functions."""
+        own = vars(self._kind())
+        parts: list[Any] = [x for name, x in own.items() if name[:2] != "__" and isinstance(x, (type, Tensor, nn.Module))]
+        self._append_containers(own, parts)
+        return parts
+
+    def _append_containers(self, own: Any, values: list[Any]) -> None:
         for name in self._containers:
             spread(own[name], values)
-        return values
 
 
 def _is_spread(value: Any) -> bool:
@@ -282,17 +262,8 @@ def _is_spread(value: Any) -> bool:
     return not is_leaf(value) and not hasattr(type(value), "__get__")
 
 
-_classes: weakref.WeakKeyDictionary[type, ClassState] = weakref.WeakKeyDictionary()
-"""The last look at each class. Modules share it, since many are of one class."""
-
-
-def forget() -> None:
-    """Empty the cache of looks at classes."""
-    _classes.clear()
-
-
-def class_states(values: Iterable[Any], states: dict[type, ClassState]) -> list[Any]:
-    """Add the states of all classes among some values, of those that they inherit from, and of those that they mention.
+def class_looks(values: Iterable[Any], looks: dict[type, ClassLook]) -> list[Any]:
+    """Add looks at all classes among some values, at those that they inherit from, and at those that they mention.
 
     Returns:
         The parts of the attributes of the added classes.
@@ -304,13 +275,10 @@ def class_states(values: Iterable[Any], states: dict[type, ClassState]) -> list[
     waiting = [x for x in values if isinstance(x, type)]
     while waiting:
         for kind in waiting.pop().__mro__:
-            if kind in states or not _is_heap(kind) or kind.__module__ in ("typing", "abc", "enum"):
+            if kind in looks or not _is_heap(kind) or kind.__module__ in ("typing", "abc", "enum"):
                 continue
-            state = _classes.get(kind)
-            if state is None or not state.holds():
-                state = _classes[kind] = ClassState(kind)
-            states[kind] = state
-            inner = state.parts()
+            looks[kind] = ClassLook(kind)
+            inner = looks[kind].parts()
             parts += inner
             waiting += [x for x in inner if isinstance(x, type)]
     return parts

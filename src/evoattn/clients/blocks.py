@@ -45,8 +45,6 @@ class KnownBlock(NamedTuple):
     transition: str
     transposes: bool = False
     single: tuple[str, ...] = ()
-    kind: str = "pair block"
-    base: str = ""
 
     def layer(self, block: Any, layer_of: LayerOf) -> PairLayers:
         """Make the layers of `evoattn.nn` for a client's block."""

@@ -56,8 +56,11 @@ def sites(
     found = {}
     for name, description in known.items():
         module, _, kind = name.rpartition(".")
-        function = f"{description.base or kind}.{method}"
-        found[module, function] = Site(module, function, replace, kind=description.kind)
+        if isinstance(description, KnownBlock):
+            base, counted_as = kind, "pair block"
+        else:
+            base, counted_as = description.base or kind, description.kind
+        found[module, base] = Site(module, f"{base}.{method}", replace, kind=counted_as)
     return tuple(found.values())
 
 

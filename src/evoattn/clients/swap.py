@@ -64,25 +64,17 @@ class Swap:
         self.layer: Any = None
         self.reason = ""
         self._bypassed: tuple[tuple[str, nn.Module], ...] = ()
-        found = recognised(type(client))
-        self.is_block = found is not None and isinstance(found[1], KnownBlock)
-        if found is not None:
-            self._call: Any = found[1].call
-            try:
-                self._convert(client, found[0], is_called)
-            except ValueError as error:
-                self.reason = str(error)
+        kind, description = recognised(type(client)) or (type(client), None)
+        self.is_block = isinstance(description, KnownBlock)
+        self._call: Any = description and description.call
+        try:
+            layer = convert(client, is_called=is_called)
+            if layer is not None:
+                self._bypassed = _bypassed(client, layer, kind)
+            self.layer = layer
+        except ValueError as error:
+            self.reason = str(error)
         self.snapshot = Snapshot(client)
-
-    def _convert(self, client: nn.Module, kind: type, is_called: bool) -> None:
-        layer = convert(client, is_called=is_called)
-        if layer is None:
-            return
-        adopted = {id(x) for x in layer.modules()}
-        self._bypassed = tuple((name, x) for name, x in client.named_modules() if x is not client and id(x) not in adopted)
-        for name, module in self._bypassed:
-            _check_bypassed(name, module, kind)
-        self.layer = layer
 
     @property
     def is_left(self) -> bool:
@@ -186,8 +178,20 @@ def _overridden(client: nn.Module, known_kind: type, is_called: bool) -> str:
     return next((x for x in inherited if x not in may_call_ours), own[0] if own else "")
 
 
+def _bypassed(client: nn.Module, layer: nn.Module, kind: type) -> tuple[tuple[str, nn.Module], ...]:
+    """The modules inside a client's layer that ours does not call, by name.
+
+    Raises:
+        ValueError: one of them may compute something else than the code of the known class.
+    """
+    adopted = {id(x) for x in layer.modules()}
+    modules = tuple((name, x) for name, x in client.named_modules() if x is not client and id(x) not in adopted)
+    for name, module in modules:
+        _check_bypassed(name, module, kind)
+    return modules
+
+
 def _check_bypassed(name: str, module: nn.Module, kind: type) -> None:
-    """Raise ValueError if a module that the layer does not call may compute something else than the code of the known class."""
     package, own = type(module).__module__.partition(".")[0], kind.__module__.partition(".")[0]
     plain = type(module).__module__.startswith("torch.nn.modules.")
     wanted = _ACTIVATIONS.get(name.rpartition(".")[2], type(module))

@@ -226,7 +226,7 @@ _LAZY = frozenset(("__slotnames__", "__annotations__", "__annotate_func__", "__a
 
 
 class ClassLook:
-    """How to look at the attributes of a class. It does not keep the class alive."""
+    """The attributes of a class that may differ at two looks. It does not keep the class alive."""
 
     def __init__(self, kind: type) -> None:
         self._kind = weakref.ref(kind)

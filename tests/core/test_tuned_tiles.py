@@ -20,7 +20,7 @@ from evoattn.backends.triton.tiles.few import few_tiles
 from evoattn.backends.triton.tiles.forward import forward_tiles
 from evoattn.core import tuned_tiles
 from evoattn.core.config import Config
-from evoattn.core.problem import Problem
+from evoattn.core.problem import Needs, Problem
 from tests.helpers import seams
 
 ON_CPU = Problem("cpu", None, torch.float32, b=1, n=64, h=4, lq=64, lk=64, d=32, c=32, mask=True, pair_bias=torch.float32)
@@ -98,7 +98,7 @@ SAME = {
     "length": {"lq": 400, "lk": 400},
     "rows": {"n": 500},
     "a gate": {"gate": True},
-    "gradients of q": {"needs": (True, True, True, False, False, False)},
+    "gradients of q": {"needs": Needs(True, True, True)},
 }
 OTHER = {
     "length": {"lq": 513, "lk": 513},
@@ -128,7 +128,7 @@ def test_problems_that_do_not(change: dict[str, object]) -> None:
 
 def test_a_backward_is_told_apart_by_its_sums() -> None:
     sums = [(pair, fixed) for pair in (False, True) for fixed in (False, True)]
-    assert len({key("backward", needs=(True,) * 4 + (pair, False), deterministic=fixed) for pair, fixed in sums}) == 4
+    assert len({key("backward", needs=Needs(*(True,) * 4, pair_bias=pair), deterministic=fixed) for pair, fixed in sums}) == 4
 
 
 DAMAGED = {

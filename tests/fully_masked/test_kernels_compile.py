@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from evoattn.fully_masked import kernels
-from evoattn.fully_masked.means import MOST_GATED_CHANNELS
+from evoattn.fully_masked import in_place
+from evoattn.fully_masked.means import MOST_GATED_CHANNELS, MaskLimits
 from tests.helpers.ahead_of_time import SHARED_LIMITS, report, target
 
 CASES = [
@@ -31,10 +31,10 @@ def test_kernels_fit_the_card_without_spills(dtype: torch.dtype, d: int, c: int,
     keys = torch.empty(1, 384, 1, 1, 384, device="meta")
     pair = torch.empty(1, 1, 4, 384, 384, dtype=dtype, device="meta")
     with target(arch) as compiled:
-        _, stats = kernels.find(keys, -1e8, 1.25)
+        _, stats = in_place.find_rows(keys, MaskLimits(-1e8, 1.25))
         gate = v if gated else None
-        means = kernels.fill(v, v, gate, keys, stats)
-        kernels.add_gradients((q, q, v, gate), v, (dq, dq, dv, dv if gated else None, pair), keys, stats, means, 1.0)
+        means = in_place.fill_output(v, v, gate, keys, stats)
+        in_place.add_gradients((q, q, v, gate), v, (dq, dq, dv, dv if gated else None, pair), keys, stats, means, 1.0)
     reports = [report(kernel) for kernel in compiled]
     assert [r.name for r in reports] == ["find_kernel", "fill_kernel", "inputs_kernel", "pairs_kernel"]
     for r in reports:

@@ -32,7 +32,7 @@ else:
     from evoattn.compat.cuequivariance import triangle_attention
     from evoattn.compat.deepspeed import DS4Sci_EvoformerAttention
     from evoattn.compat.openfold import attention
-    from evoattn.fully_masked import in_place, kernels, means
+    from evoattn.fully_masked import in_place, means
 
     pytestmark = [pytest.mark.usefixtures("poisoned")]
 
@@ -148,7 +148,7 @@ else:
 
     @pytest.mark.slow
     def test_more_rows_than_flags_are_read_at_a_time(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(kernels, "_FLAGS", 8)
+        monkeypatch.setattr(in_place, "_ROWS_AT_ONCE", 8)
         q, k, v, biases = make("none", (2, 11), 3, 4, pair=(1, 1))
         biases[0].view(-1, 4)[[0, 5, 7, 8, 21]] = -1e9
         compare(calls, attention, q, k, v, biases)
@@ -219,10 +219,10 @@ else:
 
         def run(mask: Tensor, *tensors: Tensor) -> list[Tensor]:
             q, k, v, gate, do, o, *gradients = tensors
-            alive, stats = kernels.find(mask, -3e4, 1.0)
-            means = kernels.fill(o, v, gate, mask, stats)
-            kernels.add_gradients((q, k, v, gate), do, tuple(gradients), mask, stats, means, 0.5)
-            return [alive, stats, means, o, *gradients]
+            alive, stats = in_place.find_rows(mask, means.MaskLimits(-3e4, 1.0))
+            filled = in_place.fill_output(o, v, gate, mask, stats)
+            in_place.add_gradients((q, k, v, gate), do, tuple(gradients), mask, stats, filled, 0.5)
+            return [alive, stats, filled, o, *gradients]
 
         far = [far_apart(x, axis) for x in (mask, *near)]
         for value, right in zip(run(*far), run(mask, *near), strict=True):

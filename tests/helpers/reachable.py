@@ -22,7 +22,7 @@ from evoattn.backends.triton.tiles.forward import LEFT_OVER_WARPS, forward_tiles
 from evoattn.backends.triton.tiles.limits import most_warps
 from evoattn.core import tuned_tiles
 from evoattn.core.config import Config
-from evoattn.core.problem import Problem
+from evoattn.core.problem import Needs, Problem
 from evoattn.core.sizes import power_of_two
 from evoattn.kit.strides import split
 
@@ -107,7 +107,7 @@ def _problems(capability: tuple[int, int] | None) -> list[Problem]:
     problems = [
         Problem(
             "cuda", capability, dtype, 1, n, h, lq, lk, d, c,
-            pair_bias=dtype if pair else None, needs=(True, True, True, False, pair, False), deterministic=fixed,
+            pair_bias=dtype if pair else None, needs=Needs(True, True, True, pair_bias=pair), deterministic=fixed,
         )
         for lq, lk, (d, c), (n, h), (pair, fixed), dtype in every
         if n * h * lq * lk <= MOST_SCORES

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 
-from evoattn.kit.arguments import Constant, Inner, Number, Pointer, View, kernel, view
+from evoattn.kit.arguments import Constant, Number, Pointer, Specialised, View, kernel, view
 from evoattn.kit.strides import contiguous
 
 
@@ -23,7 +23,7 @@ class Variant(NamedTuple):
 
 
 class Out(NamedTuple):
-    step: Inner
+    step: Specialised
     p: Pointer
 
 

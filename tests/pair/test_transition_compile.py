@@ -30,7 +30,7 @@ def compiled(
     with target(arch) as kernels:
         sums = torch.empty(steps.programs(x, parameters), 3, channels)
         steps.forward(x, mask, parameters, options)
-        steps.launch_backward(x, x, mask, parameters, options, torch.empty_like(x), steps.Operands(*operands, sums))
+        steps.launch_backward(x, x, mask, parameters, options, torch.empty_like(x), kernels.Operands(*operands, sums))
     assert [kernel.metadata.name for kernel in kernels] == ["forward_kernel", "backward_kernel"]
     return kernels
 

@@ -1,1 +1,1 @@
-"""Attention whose fully masked rows have the mean of v, as models in plain torch compute them."""
+"""Attention whose empty rows, those without a key, have the mean of v, as models in plain torch compute them."""

@@ -10,31 +10,24 @@ Names: `p_` pointer, `o_` offsets along one axis, `b_` tile in registers; the ax
 from __future__ import annotations
 
 from collections import namedtuple
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from evoattn.core.sizes import power_of_two
-from evoattn.kit.arguments import Constant, Inner, Number, Pointer, kernel
-from evoattn.kit.launch import Kernel, launch_kernel
+from evoattn.kit.arguments import Constant, Number, Pointer, Specialised, kernel
 from evoattn.kit.primitives import at, load_tile, sigmoid, store_tile
-
-_FLAGS = 128
-"""Rows whose weights `pairs_kernel` reads at a time."""
 
 
 class Array(NamedTuple):
     """A tensor `[b,n,h,l,c]` with its strides in elements. Unlike those of `arguments.View`, each has variants and no grain."""
 
     p: Pointer
-    b: Inner
-    n: Inner
-    h: Inner
-    l: Inner
-    c: Inner
+    b: Specialised
+    n: Specialised
+    h: Specialised
+    l: Specialised
+    c: Specialised
 
 
 RowSizes = namedtuple("RowSizes", "n h lq lk total")
@@ -74,7 +67,7 @@ def load_keys(mask, o_k, lk):
 
 
 @triton.jit
-def counted(mask, floor, o_k, lk):
+def counts(mask, floor, o_k, lk):
     """[k], True for the keys of an empty row that have a weight."""
     return (load_keys(mask, o_k, lk) >= floor) & (o_k < lk)
 
@@ -83,7 +76,7 @@ def counted(mask, floor, o_k, lk):
 def load_centered(v, mask, b_mean, floor, o_k, o_c, lk, C: tl.constexpr):
     """V' [k,c]: the values less their mean, 0 for keys that do not count."""
     b_v = load(v, o_k, o_c, lk, C)  # [k,c]
-    return tl.where(counted(mask, floor, o_k, lk)[:, None], b_v.to(tl.float32) - b_mean[None, :], 0.0).to(b_v.dtype)
+    return tl.where(counts(mask, floor, o_k, lk)[:, None], b_v.to(tl.float32) - b_mean[None, :], 0.0).to(b_v.dtype)
 
 
 @kernel
@@ -109,7 +102,7 @@ def find_kernel(
     floor = tl.max(b_top, 0) * equal
     b_count = tl.zeros([BLOCK_K], tl.int32)  # [k]
     for start in range(0, lk * (1 - is_alive), BLOCK_K):
-        b_count += tl.where(counted(mask, floor, start + o_in, lk), 1, 0)
+        b_count += tl.where(counts(mask, floor, start + o_in, lk), 1, 0)
     count = tl.sum(b_count, 0).to(tl.float32)
     tl.store(stats + row, tl.where(is_alive != 0, 0.0, 1.0 / tl.maximum(count, 1.0)))
     tl.store(stats + total + row, floor)
@@ -142,7 +135,7 @@ def fill_kernel(
     for start in range(0, sizes.lk, V.BLOCK_L):
         o_k = start + o_in
         b_v = load(v, o_k, o_c, sizes.lk, V.C).to(tl.float32)  # [k,c]
-        b_sum += tl.where(counted(mask, floor, o_k, sizes.lk)[:, None], b_v, 0.0)
+        b_sum += tl.where(counts(mask, floor, o_k, sizes.lk)[:, None], b_v, 0.0)
     b_mean = (tl.sum(b_sum, 0) * weight).to(means.dtype.element_ty)  # [c]
     tl.store(means + pid * V.C + o_c, b_mean, mask=o_c < V.C)
     b_ones = tl.full([V.BLOCK_L, V.BLOCK_C], 1.0, tl.float32)
@@ -207,7 +200,7 @@ def inputs_kernel(
             b_dk = tl.dot(b_centered, b_do_q.to(dtype), input_precision="ieee") * (scale * weight)  # [k,d]
             add(dk, b_dk, o_k, o_d, sizes.lk, V.D)
         if V.NEED_DV and block_d == 0:
-            b_dv = tl.where(counted(mask, floor, o_k, sizes.lk)[:, None], b_do_sum[None, :] * weight, 0.0)  # [k,c]
+            b_dv = tl.where(counts(mask, floor, o_k, sizes.lk)[:, None], b_do_sum[None, :] * weight, 0.0)  # [k,c]
             add(dv, b_dv, o_k, o_c, sizes.lk, V.C)
         if V.NEED_DQ:
             b_k = load(k, o_k, o_d, sizes.lk, V.D)  # [k,d]
@@ -260,89 +253,3 @@ def pairs_kernel(
             b_sum += tl.dot(b_do, tl.trans(b_centered), input_precision="ieee") * weight
     if empty_rows > 0:
         add(at(dpair, pid // sizes.h, h, 1), b_sum, o_q, o_k, sizes.lq, sizes.lk)
-
-
-def find(mask_bias: Tensor, limit: float, equal: float) -> tuple[Tensor, Tensor]:
-    """Find the empty rows of a mask bias `[b,n,1,1,k]`: those that are `limit` or below at every key.
-
-    In an empty row, the keys count whose mask bias is at least `equal` times the largest.
-
-    Returns:
-        alive: bool `[b,n,k]`, False at every key of an empty row. In other rows False where the mask bias is so low that it
-            leaves a key no weight, whatever the scores: the attention then skips keys, and answers the same.
-        stats: float32 `[2, b * n]`. First the weight of each key that counts in an empty row, 0 for other rows. Then the
-            smallest mask bias of a key that counts.
-    """
-    b, n, _, _, lk = mask_bias.shape
-    alive = torch.empty(b, n, lk, dtype=torch.uint8, device=mask_bias.device)
-    stats = torch.empty(2, b * n, dtype=torch.float32, device=mask_bias.device)
-    numbers = {"limit": limit, "equal": equal, "n_rows": n, "lk": lk, "total": b * n}
-    block_k = min(1024, power_of_two(lk))
-    _launch(find_kernel, b * n, {"mask": mask_bias}, alive, stats, **numbers, BLOCK_K=block_k, num_warps=4)
-    return alive.view(torch.bool), stats
-
-
-def fill(o: Tensor, v: Tensor, gate: Tensor | None, mask_bias: Tensor, stats: Tensor) -> Tensor:
-    """Write the mean of v `[b,n,h,k,c]` to the empty rows of o `[b,n,h,q,c]`, times sigmoid(gate) if there is a gate.
-
-    Returns:
-        The means `[b,n,h,c]`, of empty rows alone.
-    """
-    b, n, h, lq, c = o.shape
-    _, block_c, block_l, warps = _blocks(c, c)
-    means = torch.empty(b, n, h, c, dtype=o.dtype, device=o.device)
-    views = {"v": v, "o": o, "gate": o if gate is None else gate, "mask": mask_bias}
-    sizes, variant = RowSizes(n, h, lq, v.shape[-2], b * n), FillConstants(c, block_c, block_l, gate is not None)
-    _launch(fill_kernel, b * n * h, views, means, stats, sizes=sizes, V=variant, num_warps=warps)
-    return means
-
-
-def add_gradients(
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    do: Tensor,
-    gradients: tuple[Tensor | None, ...],
-    mask_bias: Tensor,
-    stats: Tensor,
-    means: Tensor,
-    scale: float,
-) -> None:
-    """Add what empty rows give to the gradients of q, k, v and the pair bias, in a fixed order, and write those of the gate.
-
-    Args:
-        inputs: q, k, v, and the gate or None.
-        do: the gradient of the output.
-        gradients: those of the inputs and of the pair bias `[b|1,1,h,q,k]`; None for each that is not wanted.
-        mask_bias, stats, means: what `find` takes and returns, and what `fill` returns.
-        scale: factor on q k.
-    """
-    q, k, v, gate = inputs
-    (b, n, h, lq, d), (lk, c) = q.shape, v.shape[-2:]
-    block_d, block_c, block_l, warps = _blocks(d, c)
-    views = {"v": v, "gate": do if gate is None else gate, "dO": do, "mask": mask_bias}
-    values = {"sizes": RowSizes(n, h, lq, lk, b * n), "num_warps": warps, "num_stages": 1}
-    *input_gradients, dpair = gradients
-    needs = [x is not None for x in input_gradients]
-    if any(needs):
-        blocks_d = -(-d // block_d) if needs[0] or needs[1] else 1
-        more = {"q": q, "k": k}
-        more |= {name: q if x is None else x for name, x in zip(("dq", "dk", "dv", "dgate"), input_gradients, strict=True)}
-        variant = AddConstants(d, c, block_d, block_c, block_l, blocks_d, gate is not None, *needs)
-        _launch(inputs_kernel, b * n * h * blocks_d, views | more, stats, means, **values, scale=scale, V=variant)
-    if dpair is not None:
-        blocks_q, blocks_k = -(-lq // block_l), -(-lk // block_l)
-        numbers = {"each": b * n // dpair.shape[0], "blocks_q": blocks_q, "blocks_k": blocks_k, "FLAGS": _FLAGS}
-        fill_variant, programs = FillConstants(c, block_c, block_l, gate is not None), dpair.shape[0] * h * blocks_q * blocks_k
-        _launch(pairs_kernel, programs, views | {"dpair": dpair}, stats, means, **values, **numbers, V=fill_variant)
-
-
-def _launch(kernel: Kernel, programs: int, views: dict[str, Tensor], *pointers: Tensor, **values: Any) -> None:
-    """Launch a kernel of views and then pointers, both in the order of its parameters."""
-    strides = {name: Array(None, *x.stride()) for name, x in views.items()}
-    launch_kernel(kernel, programs, (*views.values(), *pointers), **strides, **values)
-
-
-def _blocks(d: int, c: int) -> tuple[int, int, int, int]:
-    """Tiles of q's channels, of v's channels and of a length, and warps: so that 256 float32 channels fit in 99 KiB."""
-    block_c = power_of_two(c)
-    block_d = min(64 if block_c <= 128 else 32, power_of_two(d))
-    return block_d, block_c, 64 if block_c <= 128 else 32, 4 if block_c <= 64 else 8

@@ -1,4 +1,4 @@
-"""Attention whose fully masked rows have the mean of v, as in models that add -1e9 to the scores.
+"""Attention whose empty rows, those without a key, have the mean of v, as in models that add -1e9 to the scores.
 
 In float32 a bias of -1e9 swallows the scores: numbers of that size are 64 apart. So a row that such a bias masks at every key
 has equal weights w = 1 / K for all keys, and its output is the mean of v. Its gradients are those of softmax at these weights,
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,11 +31,27 @@ from evoattn.dispatch.checks import compute_dtype
 
 EmptyRows = Literal["mean", "native"]
 
-_LIMITS = {torch.float32: (-1e8, 1.0), torch.bfloat16: (-3e4, 1 + 2.0**-8), torch.float16: (-3e4, 1 + 2.0**-11)}
-"""Two limits of the mask bias for each compute dtype. float64 keeps the digits of a score at any usual mask.
 
-A mask bias no higher than the first leaves a score no digits that count. A key weighs something in an empty row if its bias is
-at least the second times the largest. In float32 the neighbours of -1e8 are 8 away, so only the largest bias counts. 16 bits
+class MaskLimits(NamedTuple):
+    """Limits of the mask bias.
+
+    Args:
+        empty: a mask bias that is no higher leaves a score no digits that count. A row of such biases is empty.
+        equal: a key weighs something in an empty row if its bias is at least this times the largest.
+    """
+
+    empty: float
+    equal: float
+
+
+_LIMITS = {
+    torch.float32: MaskLimits(-1e8, 1.0),
+    torch.bfloat16: MaskLimits(-3e4, 1 + 2.0**-8),
+    torch.float16: MaskLimits(-3e4, 1 + 2.0**-11),
+}
+"""By compute dtype. float64 keeps the digits of a score at any usual mask.
+
+In float32 the neighbours of -1e8 are 8 away, so only the largest bias counts. 16 bits
 round half a step more to it.
 """
 
@@ -92,7 +108,7 @@ def with_means(
     mask_bias = key_axes(mask_bias, q)[..., None, None, :]  # type: ignore[index]
     scale, keys = q.shape[-1] ** -0.5 if scale is None else scale, k.shape[-2 if layout == "bnhld" else -3]
     if keys:
-        empty, attended = _masked(mask_bias, keys, compute_dtype(q))
+        empty, attended = _find_empty_rows(mask_bias, keys, compute_dtype(q))
         if not (plain and o.device.type == "cpu") or bool(empty.any()):
             pair_bias = None if pair_bias is None else with_axes(pair_bias, q.ndim)
             o, q, k, v = (heads_first(x.view_as(x), layout) for x in (o, q, k, v))  # Dynamo takes no tensor twice
@@ -181,7 +197,7 @@ def with_means_per_query(
     """
     if compute_dtype(q) not in _LIMITS or not k.shape[-2]:
         return o
-    empty, attended = _masked(mask, k.shape[-2], compute_dtype(q))
+    empty, attended = _find_empty_rows(mask, k.shape[-2], compute_dtype(q))
     weights = _weights(attended, o.dtype)
     change = _change(scale * torch.matmul(q, k.transpose(-1, -2)))  # zeros, whose gradients are those of scores
     for bias in biases:
@@ -195,16 +211,16 @@ def _change(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x - x.detach(), 0)
 
 
-def _masked(bias: Tensor, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the fully masked queries, `[*, 1, Q|1, 1]`, and the keys that have a weight there, `[*, 1, Q|1, K]`.
+def _find_empty_rows(bias: Tensor, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the empty queries, `[*, 1, Q|1, 1]`, and the keys that have a weight there, `[*, 1, Q|1, K]`.
 
     dtype: the compute dtype, in which a low bias swallows the scores.
     """
     bias = bounded(bias.detach(), torch.float32).expand(*bias.shape[:-1], keys)
     largest = bias.amax(-1, keepdim=True)
-    limit, equal = _LIMITS[dtype]
-    empty = largest <= limit
-    return empty, (bias >= equal * largest) | ~empty  # the keys of other rows are not used, but there must be some
+    limits = _LIMITS[dtype]
+    empty = largest <= limits.empty
+    return empty, (bias >= limits.equal * largest) | ~empty  # the keys of other rows are not used, but there must be some
 
 
 class Means(torch.autograd.Function):

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 import triton
 import triton.language as tl
 
-from evoattn.kit.launch import Kernel, Launch
+from evoattn.kit.launch import FlatKernel, Launch
 from evoattn.kit.strides import Strided, strides, units
 
 if TYPE_CHECKING:
     Pointer = Any  # Triton's values have no types outside of its compiler
     Number = Any
-    Inner = Any
+    Specialised = Any
     Constant = Any
 else:  # a kernel may name no global classes but named tuples
 
@@ -41,8 +41,8 @@ else:  # a kernel may name no global classes but named tuples
     class Number(NamedTuple):
         """A number of which there are no variants. A field of a namedtuple in lower case is one."""
 
-    class Inner(NamedTuple):
-        """An innermost stride. Whether it is 1 or a multiple of 16 makes another variant."""
+    class Specialised(NamedTuple):
+        """A number of which there are variants: 1, multiples of 16, and others. Innermost strides are such numbers."""
 
     class Constant(NamedTuple):
         """A constant of a variant. A field of a namedtuple in upper case is one."""
@@ -56,7 +56,7 @@ class View(NamedTuple):
     n: Number
     h: Number
     l: Number
-    c: Inner
+    c: Specialised
 
 
 class PairView(NamedTuple):
@@ -66,7 +66,7 @@ class PairView(NamedTuple):
     b: Number
     h: Number
     q: Number
-    k: Inner
+    k: Specialised
 
 
 class RowView(NamedTuple):
@@ -75,6 +75,13 @@ class RowView(NamedTuple):
     p: Pointer
     b: Number
     n: Number
+
+
+class Affine(NamedTuple):
+    """The weight and the bias of a norm or of a product."""
+
+    w: Pointer
+    b: Pointer
 
 
 Sizes = namedtuple("Sizes", "n h lq lk scale")
@@ -125,7 +132,7 @@ def _fields(argument: str, kind: Any) -> list[_Field]:
     return [_Field(x if kind is Constant else f"{argument}_{x}", argument, x, kind) for x, kind in kinds.items()]
 
 
-class StructuredKernel(Kernel):
+class StructuredKernel(FlatKernel):
     """A kernel of a function whose parameters are annotated with one of the kinds above, or with a tuple of them."""
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -133,7 +140,7 @@ class StructuredKernel(Kernel):
         kinds = {name: kind for name, kind in get_type_hints(function).items() if name != "return"}
         self.arguments = {argument: _fields(argument, kind) for argument, kind in kinds.items()}
         fields = [field for each in self.arguments.values() for field in each]
-        self._numbers = [x for x in fields if x.kind in (Number, Inner)]
+        self._numbers = [x for x in fields if x.kind in (Number, Specialised)]
         self._constants = [x for x in fields if x.kind is Constant]
         self.tensors = [x.name for x in fields if x.kind is Pointer]
         numbers = [x.name for x in self._numbers]
@@ -155,11 +162,11 @@ class StructuredKernel(Kernel):
         return flat
 
     def plan(self, programs: int, *_: float, through_map: Any = None, **values: Any) -> Launch:
-        """See `Kernel.plan`.
+        """See `FlatKernel.plan`.
 
         Args:
             programs: how many.
-            through_map: as `Kernel.plan` takes it.
+            through_map: as `FlatKernel.plan` takes it.
             values: each argument but tensors, of which views have None, and but WAIT (`overlap`); and Triton's options.
         """
         numbers = [x.of(values) for x in self._numbers]

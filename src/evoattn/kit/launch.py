@@ -6,7 +6,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,11 +24,14 @@ collecting: contextvars.ContextVar[list[tuple[Any, Any]] | None] = contextvars.C
 """A list to which a first launch adds its `triton.jit` function and what that compiles, and does not start it (`ahead`)."""
 
 
-TensorMap = tuple[int, dict[str, list[int]]]
-"""The place of a tensor among those of a launch, and the fields of its descriptor but for the tensor itself."""
+class TensorMap(NamedTuple):
+    """The place of a tensor among those of a launch, and the fields of its descriptor but for the tensor itself."""
+
+    place: int
+    fields: dict[str, list[int]]
 
 
-def tensor_map(argument: int, tensor: Strided, block: tuple[int, ...]) -> TensorMap:
+def tensor_map(place: int, tensor: Strided, block: tuple[int, ...]) -> TensorMap:
     """Let a kernel load `block`-sized tiles of a tensor of four axes, 0 outside it.
 
     The copy engine wants strides along axes of size 1 to be multiples of 16 elements too.
@@ -37,10 +40,10 @@ def tensor_map(argument: int, tensor: Strided, block: tuple[int, ...]) -> Tensor
         _MAP_ALIGNMENT if size == 1 and axis < 3 else step
         for axis, (size, step) in enumerate(zip(tensor.shape, tensor.stride, strict=True))
     ]
-    return argument, {"shape": list(tensor.shape), "strides": steps, "block_shape": list(block)}
+    return TensorMap(place, {"shape": list(tensor.shape), "strides": steps, "block_shape": list(block)})
 
 
-class Kernel:
+class FlatKernel:
     """A jitted kernel whose launches are planned once and then repeated.
 
     Args:
@@ -78,7 +81,7 @@ class Launch:
     start its kernel directly, with addresses in place of tensors, so that the driver need not examine every pointer.
     """
 
-    kernel: Kernel
+    kernel: FlatKernel
     programs: int
     numbers: tuple[float, ...]
     constants: dict[str, Any]
@@ -90,9 +93,9 @@ class Launch:
         if self._again is None:
             self._first(tensors)
         else:
-            self._again(self._mapped(tensors, [*map(Tensor.data_ptr, tensors)]))
+            self._again(self._with_descriptor(tensors, [*map(Tensor.data_ptr, tensors)]))
 
-    def _mapped(self, tensors: tuple[Tensor, ...], arguments: list[Any]) -> list[Any]:
+    def _with_descriptor(self, tensors: tuple[Tensor, ...], arguments: list[Any]) -> list[Any]:
         """The arguments, with a descriptor in the place of the tensor that goes through a map.
 
         The descriptor's constructor only repeats checks of the plan, and takes 3 us of the host.
@@ -106,7 +109,7 @@ class Launch:
         return arguments
 
     def _first(self, tensors: tuple[Tensor, ...]) -> None:
-        arguments, options = self._mapped(tensors, list(tensors)), {**_OPTIONS, **self.constants}
+        arguments, options = self._with_descriptor(tensors, list(tensors)), {**_OPTIONS, **self.constants}
         kernels = collecting.get()
         if kernels is not None:
             asked = self.kernel.jitted.warmup(*arguments, *self.numbers, grid=(self.programs,), **options)
@@ -117,10 +120,10 @@ class Launch:
             compiled = compiled.result()
         if repeats(tensors[0]):
             fixed = (*self.numbers, *[self.constants[name] for name in self.kernel.constants])
-            self._again = _repeated(compiled, self.programs, fixed, tensors[0].device.index)
+            self._again = _plan_repeat(compiled, self.programs, fixed, tensors[0].device.index)
 
 
-def _repeated(compiled: Any, programs: int, fixed: tuple[Any, ...], device: int) -> Callable[[list[Any]], None]:
+def _plan_repeat(compiled: Any, programs: int, fixed: tuple[Any, ...], device: int) -> Callable[[list[Any]], None]:
     """Launch a compiled kernel with these addresses, numbers and constants on the current stream."""
     from triton import knobs
     from triton.runtime import driver
@@ -145,18 +148,18 @@ def repeats(tensor: Tensor) -> bool:
     return hasattr(triton, "knobs") and tensor.is_cuda and not on_amd()
 
 
-def launch_kernel(kernel: Kernel, programs: int, tensors: tuple[Tensor, ...], *numbers: float, **constants: Any) -> None:
+def launch_kernel(kernel: FlatKernel, programs: int, tensors: tuple[Tensor, ...], **values: Any) -> None:
     """Launch a kernel that belongs to no plan, as those of `nn`, `pair` and `fully_masked`, on the device of its first tensor.
 
     Args:
-        kernel: takes the tensors, then the numbers, then the constants.
+        kernel: of a function that takes tuples (`arguments`).
         programs: how many.
-        tensors: on one device. Their strides are among the numbers, if the kernel needs them.
-        numbers, constants: as `Kernel.plan` takes them.
+        tensors: on one device, in the order of the kernel's parameters.
+        values: its other arguments, and Triton's options, as the kernel's `plan` takes them.
     """
     first = tensors[0]
     signature = tuple([(x.dtype, x.data_ptr() & 15) for x in tensors])
-    launch = _planned(kernel, first.device, signature, programs, numbers, tuple(constants.items()))
+    launch = _plan_once(kernel, first.device, signature, programs, tuple(values.items()))
     if not first.is_cuda or torch.cuda.current_device() == first.device.index:
         launch(*tensors)
         return
@@ -165,8 +168,6 @@ def launch_kernel(kernel: Kernel, programs: int, tensors: tuple[Tensor, ...], *n
 
 
 @functools.lru_cache(maxsize=4096)
-def _planned(
-    kernel: Kernel, device: torch.device, signature: Any, programs: int, numbers: tuple[float, ...], constants: tuple[Any, ...]
-) -> Launch:
+def _plan_once(kernel: FlatKernel, device: torch.device, signature: Any, programs: int, values: tuple[Any, ...]) -> Launch:
     """The launch of all calls whose tensors have these dtypes and alignments."""
-    return kernel.plan(programs, *numbers, **dict(constants))
+    return kernel.plan(programs, **dict(values))

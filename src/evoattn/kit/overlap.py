@@ -68,20 +68,18 @@ def wait_to_store(WAIT: tl.constexpr):
         _wait()
 
 
-def overlap(device: torch.device, *chain: tuple[Launch | None, tuple[Launch | None, ...]]) -> None:
+def overlap(device: torch.device, *chain: tuple[Launch, tuple[Launch, ...]]) -> None:
     """Let the launches of a call overlap if `device` can; otherwise, set that they do not.
 
     Args:
         device: of the launches.
-        chain: the launches in the order of the stream, each with those whose results it loads; None for absent ones.
+        chain: the launches in the order of the stream, each with those whose results it loads.
     """
     able = OVERLAPS and (cards.capability(device) or (0, 0)) >= _FIRST_CAPABILITY
     place: dict[Launch, int] = {}
     complete = 0  # how many of them are when the next one starts
     for one, loads in chain:
-        if one is None:
-            continue
-        early = any(place[other] >= complete for other in loads if other is not None)
+        early = any(place[other] >= complete for other in loads)
         wait = _TO_LOAD if early else _TO_STORE
         one.constants["WAIT"] = wait if able else _NEVER
         if able and place:

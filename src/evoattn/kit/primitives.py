@@ -110,7 +110,7 @@ def store_tile(
 
 
 @triton.jit
-def natural(b_pair):
+def to_float32(b_pair):
     """A tile of pair bias in float32; what only float64 can hold becomes the largest float32 number, not infinite."""
     if b_pair.dtype == tl.float64:
         b_near = tl.minimum(tl.maximum(b_pair, -3.4028234e38), 3.4028234e38)
@@ -119,12 +119,12 @@ def natural(b_pair):
 
 
 @triton.jit
-def measured(b_pair, b_ref):
-    """A tile of pair bias in float32, measured from the references of its queries, which broadcast to it.
+def subtract_reference(b_pair, b_ref):
+    """A tile of pair bias in float32, less the references of its queries, which broadcast to it.
 
     A key that is not attended may be far above the reference. It stays finite, since +inf and a key bias of -inf make NaN.
     """
-    return tl.minimum(natural(b_pair) - b_ref, 1e30)
+    return tl.minimum(to_float32(b_pair) - b_ref, 1e30)
 
 
 @triton.jit
@@ -144,7 +144,7 @@ def scores(
     """
     if FOLD and HAS_PAIR:
         inverse = 1.0 / unit
-        b_start = natural(b_pair) * (inverse * LOG2E)  # [q,k]
+        b_start = to_float32(b_pair) * (inverse * LOG2E)  # [q,k]
         if HAS_KEY_BIAS:
             b_start += tl.expand_dims(b_key_bias, 1 - KEYS)
         return tl.dot(b_q, tl.trans(b_k), b_start, input_precision=PRECISION)
@@ -155,7 +155,7 @@ def scores(
     if not FOLD:
         b_s *= unit
         if HAS_PAIR:
-            b_s += natural(b_pair) * LOG2E
+            b_s += to_float32(b_pair) * LOG2E
     if HAS_KEY_BIAS:
         b_s += tl.expand_dims(b_key_bias, 1 - KEYS)
     return b_s
@@ -189,6 +189,12 @@ def finish(b_acc, b_max, b_sum):
 
 
 @triton.jit
-def sigmoid(b_gate):
-    """1 / (1 + exp(-gate)) in float32; 0 for -inf, and 1 for +inf."""
-    return 1.0 / (1.0 + tl.math.exp2(b_gate.to(tl.float32) * -LOG2E))
+def sigmoid(x, FAST: tl.constexpr = False):
+    """1 / (1 + exp(-x)) in float32; 0 for -inf, and 1 for +inf.
+
+    `tl.sigmoid` compiles to 13 instructions of NVIDIA's GPUs, this to 4 if it is fast.
+    """
+    b_e = 1.0 + tl.math.exp2(x.to(tl.float32) * -LOG2E)
+    if FAST:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_e], tl.float32, is_pure=True, pack=1)
+    return 1.0 / b_e

@@ -10,8 +10,8 @@ from torch import Tensor
 from evoattn.core.devices import constant
 from evoattn.core.sizes import power_of_two
 from evoattn.kit import cards
-from evoattn.kit.cards import split_precision
-from evoattn.kit.launch import Kernel, launch_kernel
+from evoattn.kit.arguments import StructuredKernel
+from evoattn.kit.launch import launch_kernel
 
 
 class Tile(NamedTuple):
@@ -29,20 +29,20 @@ class Tile(NamedTuple):
     stages: int
 
 
-def start(
-    kernel: Kernel,
-    tile: Tile,
-    tensors: tuple[Tensor, ...],
-    dtype: torch.dtype,
-    *numbers: float,
-    channels: int,
-    **constants: Any,
-) -> None:
-    """Launch a kernel over all rows of so many channels: `numbers[0]` of them. `dtype` is that of the products."""
-    constants |= {"C": channels, "BLOCK_R": tile.rows, "BLOCK_C": power_of_two(channels)}
-    constants |= {"FAST": cards.capability(tensors[0].device) is not None, "PRECISION": split_precision(dtype, channels)}
-    constants |= {"num_warps": tile.warps, "num_stages": tile.stages}
-    launch_kernel(kernel, -(-int(numbers[0]) // tile.rows), tensors, *numbers, **constants)
+def plan_constants(tile: Tile, device: torch.device, dtype: torch.dtype, channels: int) -> dict[str, Any]:
+    """The constants that all kernels have, for rows of so many channels. `dtype` is that of the products."""
+    return {
+        "C": channels,
+        "BLOCK_R": tile.rows,
+        "BLOCK_C": power_of_two(channels),
+        "FAST": cards.capability(device) is not None,
+        "PRECISION": cards.split_precision(dtype, channels),
+    }
+
+
+def launch_rows(kernel: StructuredKernel, tile: Tile, count: int, tensors: tuple[Tensor, ...], **values: Any) -> None:
+    """Launch a kernel over so many rows. `values` are its other arguments."""
+    launch_kernel(kernel, -(-count // tile.rows), tensors, **values, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def norm_parameters(weight: Tensor | None, bias: Tensor | None, z: Tensor, channels: int) -> tuple[Tensor, Tensor]:

@@ -28,8 +28,7 @@ else:
 
     import evoattn
     from evoattn import testing
-    from evoattn.backends.triton import backward_call, backward_launches, backward_plan, pair_in_order
-    from evoattn.backends.triton.kernels import few, pair_gradient
+    from evoattn.backends.triton import backward_call, backward_launches, backward_plan, few_plan, pair_in_order
     from evoattn.backends.triton.tiles.backward import BackwardTiles
     from evoattn.backends.triton.tiles.limits import Tiles
     from evoattn.core.config import Config
@@ -91,7 +90,7 @@ else:
     )
     def test_few_with_long_offsets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Both passes with offsets of 64 bits, in float32 and bfloat16."""
-        monkeypatch.setattr(few, "extent", lambda tensor: 1 << 31)
+        monkeypatch.setattr(few_plan, "extent", lambda tensor: 1 << 31)
         case = next(case for case in testing.AWKWARD if case.name == name)
         for dtype in (torch.float32, torch.bfloat16):
             seams.forget()
@@ -169,7 +168,7 @@ else:
         """Every shape that the pair bias can have, with several tiles along each axis that it broadcasts."""
         use(monkeypatch, ALL_TILES["two_rows_together"])
         if way == "added_up_by_torch":
-            monkeypatch.setattr(pair_gradient, "MOST_IN_SERIES", 0)
+            monkeypatch.setattr(pair_in_order, "MOST_TILES_IN_SERIES", 0)
         case = testing.Case("shape", lead=(2,), n=3, lq=20, lk=19, mask="random", pair_bias=pair_bias, lse_gradient=True)
         check(case.make(seed=4), deterministic=way != "default")
 

@@ -10,15 +10,15 @@ pytest.importorskip("triton")
 
 from evoattn.backends import Cotangents, Description, Inputs, Outputs
 from evoattn.backends import triton as backend
-from evoattn.backends.triton.kernels import few
+from evoattn.backends.triton import few_plan
 from evoattn.backends.triton.tiles.few import FewTiles, few_tiles
 from evoattn.core.config import Config
-from evoattn.core.problem import Problem
-from evoattn.kit.launch import Kernel, Launch
+from evoattn.core.problem import Needs, Problem
+from evoattn.kit.launch import FlatKernel, Launch
 from evoattn.kit.strides import Strided, grain, strided, units
 
 POINT = Problem("cuda", (9, 0), torch.bfloat16, b=1, n=16384, h=4, lq=1, lk=4, d=16, c=16, mask=True)
-ALL = (*(True,) * 5, False)
+ALL = Needs(*(True,) * 5)
 
 
 @pytest.mark.parametrize(("changes", "forward", "backward"), [
@@ -68,13 +68,13 @@ def test_explain_shows_tiles_of_few_queries() -> None:
 def test_a_launch_a_pass_and_few_variants(monkeypatch: pytest.MonkeyPatch, long: bool) -> None:
     """Offsets are 64 bits wide where any of them leaves 32; nothing else but room and divisibility is a constant."""
     launches: list[Launch] = []
-    plan = Kernel.plan
+    plan = FlatKernel.plan
 
-    def planned(kernel: Kernel, programs: int, *numbers: float, **constants: Any) -> Launch:
+    def planned(kernel: FlatKernel, programs: int, *numbers: float, **constants: Any) -> Launch:
         launches.append(plan(kernel, programs, *numbers, **constants))
         return launches[-1]
 
-    monkeypatch.setattr(Kernel, "plan", planned)
+    monkeypatch.setattr(FlatKernel, "plan", planned)
     for lk in (1, 2, 3, 4):
         n = 1 << 26 if long else 100 + lk
         q = torch.empty(1, n, 1, 4, 16, device="meta").transpose(2, 3)
@@ -103,5 +103,5 @@ def test_rows_far_apart_are_no_units(step: int, common: int) -> None:
 
 
 def test_the_extent_of_a_tensor() -> None:
-    assert few.extent(strided(torch.empty(3, 4, 5))) == 59
-    assert few.extent(strided(torch.empty(3, 1, 5).expand(3, 4, 5))) == 14
+    assert few_plan.extent(strided(torch.empty(3, 4, 5))) == 59
+    assert few_plan.extent(strided(torch.empty(3, 1, 5).expand(3, 4, 5))) == 14

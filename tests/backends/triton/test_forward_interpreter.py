@@ -30,7 +30,7 @@ else:
 
     from evoattn import evoformer_attention, explain, testing
     from evoattn.backends.triton import forward_plan
-    from evoattn.backends.triton.kernels.key_bias import plan_key_bias
+    from evoattn.backends.triton.key_bias_plan import plan_key_bias
     from evoattn.core.config import Config
     from evoattn.kit import cards
     from evoattn.kit import overlap as overlap_module
@@ -101,7 +101,8 @@ else:
         mask = torch.rand(2, 3, length, generator=generator) < 0.04
         rows = plan_key_bias(mask, None, length, mask.device, 16, scale=0.0)  # which is not folded
         overlap(mask.device, (rows.launch, ()))
-        bias, runs_of = rows(mask, None)
+        bias, runs_of = rows.allocate()
+        rows.launch(mask, bias, bias, runs_of)
         padded = torch.nn.functional.pad(mask, (0, bias.shape[-1] - length))
         assert torch.equal(bias, torch.where(padded, 0.0, -torch.inf))
         for b, n in [(b, n) for b in range(2) for n in range(3)]:

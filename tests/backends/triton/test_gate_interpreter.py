@@ -26,7 +26,7 @@ else:
     import evoattn
     from evoattn.backends import GATED_BACKWARD, GATED_FORWARD, Cotangents
     from evoattn.backends import triton as backend
-    from evoattn.backends.triton.kernels import few
+    from evoattn.backends.triton import few_plan
     from evoattn.core.config import Config
     from evoattn.core.layouts import empty_outputs
     from evoattn.kit import strides
@@ -69,7 +69,7 @@ else:
     @pytest.mark.parametrize("case", [TILES, FEW], ids=lambda case: case.name)
     def test_long_offsets(case: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
         """As if tensors were larger than 32 bits can address."""
-        monkeypatch.setattr(few, "extent", lambda tensor: 1 << 31)
+        monkeypatch.setattr(few_plan, "extent", lambda tensor: 1 << 31)
         monkeypatch.setattr(strides, "extent", lambda tensor: 1 << 31)
         assert case.wrong(backend) == []
 

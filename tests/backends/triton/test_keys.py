@@ -20,10 +20,10 @@ from evoattn.backends.triton.kernels import (
     statistics,
 )
 from evoattn.kit import overlap, primitives
-from evoattn.kit.launch import Kernel, settle_key
+from evoattn.kit.launch import FlatKernel, settle_key
 
 MODULES = (backward, dkdv, dq, few, forward, overlap, pair_copies, pair_gradient, primitives, key_bias, statistics)
-KERNELS = list(dict.fromkeys(x.jitted for module in MODULES for x in vars(module).values() if isinstance(x, Kernel)))
+KERNELS = list(dict.fromkeys(x.jitted for module in MODULES for x in vars(module).values() if isinstance(x, FlatKernel)))
 
 
 def keys(kernels: list[JITFunction]) -> dict[str, str]:

@@ -23,7 +23,7 @@ from evoattn.backends.triton.pair_in_order import rows_of_a_turn, shares
 from evoattn.core.config import Config
 from evoattn.core.problem import describe
 from evoattn.kit import cards, launch, strides
-from evoattn.kit.launch import Kernel, Launch
+from evoattn.kit.launch import FlatKernel, Launch
 from evoattn.kit.strides import strided
 
 
@@ -142,7 +142,7 @@ X, Y = torch.zeros(4), torch.ones(4)
 def test_the_second_launch_skips_the_jit(stub: None) -> None:
     """Addresses for tensors, and the constants in the kernel's own order, whatever the order in which they were planned."""
     jitted = Jitted()
-    start = Kernel(jitted).plan(3, 12, FIRST=1, num_warps=4, SECOND=2)
+    start = FlatKernel(jitted).plan(3, 12, FIRST=1, num_warps=4, SECOND=2)
     start(X, Y)
     options = {"enable_fp_fusion": True, "FIRST": 1, "num_warps": 4, "SECOND": 2}
     assert jitted.launched == [((3,), (X, Y, 12), options)]
@@ -155,7 +155,7 @@ def test_the_second_launch_skips_the_jit(stub: None) -> None:
 def test_a_first_launch_that_fails_is_a_first_launch_again(stub: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No memory for the kernel's code, say, or Ctrl-C: nothing half made is launched later."""
     jitted = Jitted()
-    start = Kernel(jitted).plan(3, 12, FIRST=1, SECOND=2)
+    start = FlatKernel(jitted).plan(3, 12, FIRST=1, SECOND=2)
     for place, name in ((Jitted, "__getitem__"), (launch, "repeats")):
         with monkeypatch.context() as patch:
 
@@ -174,7 +174,7 @@ def test_a_first_launch_that_fails_is_a_first_launch_again(stub: None, monkeypat
 
 def test_hooks_of_profilers_are_called(stub: None) -> None:
     jitted = Jitted()
-    start = Kernel(jitted).plan(3, 12, FIRST=1, SECOND=2)
+    start = FlatKernel(jitted).plan(3, 12, FIRST=1, SECOND=2)
     start(X, Y)
 
     def hook(metadata: Any) -> None: ...
@@ -190,7 +190,7 @@ def test_hooks_of_profilers_are_called(stub: None) -> None:
 
 def test_elsewhere_every_launch_goes_through_the_jit() -> None:
     jitted = Jitted()
-    start = Kernel(jitted).plan(3, 12, FIRST=1, SECOND=2)
+    start = FlatKernel(jitted).plan(3, 12, FIRST=1, SECOND=2)
     start(X, Y)
     start(X, Y)
     assert len(jitted.launched) == 2
@@ -200,7 +200,7 @@ def test_a_tensor_map_is_what_its_constructor_would_make(stub: None) -> None:
     pair = torch.zeros(1, 2, 32, 48)
     planned = _, fields = launch.tensor_map(1, strided(pair), (1, 1, 16, 32))
     jitted = Jitted()
-    start = Kernel(jitted).plan(3, 12, FIRST=1, SECOND=2, through_map=planned)
+    start = FlatKernel(jitted).plan(3, 12, FIRST=1, SECOND=2, through_map=planned)
     start(X, pair)
     start(X, pair)
     checked = TensorDescriptor(pair, fields["shape"], fields["strides"], fields["block_shape"])
@@ -215,13 +215,13 @@ def test_a_tensor_map_is_what_its_constructor_would_make(stub: None) -> None:
 def test_statistics_far_from_one_another(monkeypatch: pytest.MonkeyPatch, n: int, long: bool) -> None:
     """From 2**31 statistics on the way from an lse to its delta takes 64 bits: 2**26 rows of 17 queries in tiles of 32."""
     seen: dict[str, bool] = {}
-    plan = Kernel.plan
+    plan = FlatKernel.plan
 
-    def planned(kernel: Kernel, programs: int, *numbers: float, **constants: Any) -> Launch:
+    def planned(kernel: FlatKernel, programs: int, *numbers: float, **constants: Any) -> Launch:
         seen[kernel.jitted.__name__] = constants.get("LONG", False)
         return plan(kernel, programs, *numbers, **constants)
 
-    monkeypatch.setattr(Kernel, "plan", planned)
+    monkeypatch.setattr(FlatKernel, "plan", planned)
     q, k = (torch.empty(1, n, 1, length, 8, dtype=torch.bfloat16, device="meta") for length in (17, 8))
     row, pair = torch.empty(1, n, 8, device="meta"), torch.empty(1, 1, 17, 8, dtype=torch.bfloat16, device="meta")
     lse = torch.empty(1, n, 1, 17, device="meta")
@@ -279,13 +279,13 @@ class Counter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
         self.launches: list[Launch] = []
-        plan = Kernel.plan
+        plan = FlatKernel.plan
 
-        def counted(kernel: Kernel, programs: int, *numbers: float, **constants: Any) -> Launch:
+        def counted(kernel: FlatKernel, programs: int, *numbers: float, **constants: Any) -> Launch:
             self.launches.append(plan(kernel, programs, *numbers, **constants))
             return self.launches[-1]
 
-        monkeypatch.setattr(Kernel, "plan", counted)
+        monkeypatch.setattr(FlatKernel, "plan", counted)
         monkeypatch.setattr(cards, "capability", lambda device: capability)
         monkeypatch.setattr(cards, "shared_memory_limit", lambda device: 232_448)
 

@@ -21,7 +21,7 @@ from evoattn.backends.triton import backward_plan, forward_plan, pair_in_order
 from evoattn.backends.triton.kernels.pair_gradient import pair_gradient_kernel
 from evoattn.core.config import Config
 from evoattn.kit import cards
-from evoattn.kit.launch import Kernel, Launch
+from evoattn.kit.launch import FlatKernel, Launch
 from evoattn.kit.overlap import OVERLAPS, overlap
 from tests.helpers.ahead_of_time import target
 
@@ -131,7 +131,7 @@ def recorded(capability: tuple[int, int] | None) -> Iterator[Stream]:
 
     def noted(device: torch.device, *chain: Any) -> None:
         overlap(device, *chain)
-        stream.chain += [launch for launch, _ in chain if launch is not None]
+        stream.chain += [launch for launch, _ in chain]
 
     with contextlib.ExitStack() as patches:
         for owner, attribute, value in (
@@ -221,9 +221,9 @@ def test_other_cards_launch_one_after_another(capability: tuple[int, int] | None
 
 def test_a_chain() -> None:
     """Who waits early lets the next one start with all before itself complete; who waits late, with what it found complete."""
-    a, b, c, d, e = (Launch(Kernel(None), 1, (), {}, None) for _ in range(5))
+    a, b, c, d, e = (Launch(FlatKernel(None), 1, (), {}, None) for _ in range(5))
     with unittest.mock.patch.object(cards, "capability", return_value=HOPPER):
-        overlap(torch.device("cuda"), (a, ()), (None, (a,)), (b, ()), (c, (a,)), (d, (b, None)), (e, (d,)))
+        overlap(torch.device("cuda"), (a, ()), (b, ()), (c, (a,)), (d, (b,)), (e, (d,)))
     assert [x.constants["WAIT"] for x in (a, b, c, d, e)] == [TO_STORE, TO_STORE, TO_LOAD, TO_STORE, TO_LOAD]
     assert ["launch_pdl" in x.constants for x in (a, b, c, d, e)] == [False, True, True, True, True]
 

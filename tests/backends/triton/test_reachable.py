@@ -23,14 +23,14 @@ from evoattn.backends.triton.tiles.forward import forward_tiles
 from evoattn.backends.triton.tiles.limits import Tiles
 from evoattn.core import tuned_tiles
 from evoattn.core.config import Config
-from evoattn.core.problem import Problem
+from evoattn.core.problem import Needs, Problem
 from evoattn.workloads import WORKLOADS
 from tests.helpers.ahead_of_time import SHARED_LIMITS, ptxas, target
 from tests.helpers.descriptors import wrong_descriptors
 from tests.helpers.reachable import CARDS, Launched, launches, reachable
 
 KERNELS = ("forward_kernel", "dq_kernel", "dkdv_kernel", "pair_gradient_kernel")
-FEW_QUERIES = Problem("cuda", (9, 0), torch.float32, 1, 3, 4, 2, 47, 40, 32, needs=(True, True, True, False, False, False))
+FEW_QUERIES = Problem("cuda", (9, 0), torch.float32, 1, 3, 4, 2, 47, 40, 32, needs=Needs(True, True, True))
 """Wrong on an H200 until 8 warps on 16 queries and 64 keys became 4."""
 
 LIMIT = CARDS["sm_90"][1]
@@ -85,7 +85,7 @@ def test_the_rule_changes_no_workload(monkeypatch: pytest.MonkeyPatch, dtype: to
     problems = [
         Problem(
             "cuda", (9, 0), dtype, w.b, w.n, w.h, w.lq, w.lk, w.d, w.d, mask=w.key_mask, deterministic=fixed,
-            pair_bias=dtype if w.pair_bias else None, needs=(True, True, True, False, w.pair_bias, False),
+            pair_bias=dtype if w.pair_bias else None, needs=Needs(True, True, True, pair_bias=w.pair_bias),
         )
         for w in WORKLOADS
         for fixed in (False, True)
@@ -134,7 +134,7 @@ def test_what_is_refused_says_what_fits() -> None:
     config = Config(block_q=16, block_k=64, num_warps=8)
     (reason,) = (reason for reason in backend.unsupported(FEW_QUERIES, config) if "num_warps" in reason)
     assert reason == "config.num_warps must be at most 4 with config.block_q=16 and config.block_k=64 in dK and dV, got 8"
-    forward_alone = dataclasses.replace(FEW_QUERIES, needs=(False,) * 6)
+    forward_alone = dataclasses.replace(FEW_QUERIES, needs=Needs())
     assert not [reason for reason in backend.unsupported(forward_alone, config) if "num_warps" in reason]
 
 

@@ -78,10 +78,10 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
 
 def _too_many_warps(problem: Problem, config: Config) -> list[str]:
     """List the reasons why a tile of the config cannot hold its warps. Fields that are None fit themselves to the others."""
-    reasons = []
+    reasons, needs = [], Needs(*problem.needs)
     for kernel, name, rows, runs in (
         ("forward", "the forward and dQ", config.block_q, True),
-        ("dkdv", "dK and dV", config.block_k, any(problem.needs[1:4])),
+        ("dkdv", "dK and dV", config.block_k, needs.k or needs.v or needs.mask_bias),
     ):
         if not runs or rows is None or config.num_warps is None:
             continue

@@ -73,7 +73,7 @@ def _try_again(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         try:
             with ThreadPoolExecutor(1 if last else None) as threads:  # starts none if there is nothing to compile
                 # In a context of its own: Triton allows one mode, which the caller may have on.
-                load(contextvars.Context().run(_compiled, run, arguments, threads), threads)
+                load(contextvars.Context().run(_compile, run, arguments, threads), threads)
         except Exception as error:
             if last or not any(isinstance(cause, SystemError) for cause in _causes(error)):
                 raise
@@ -88,7 +88,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def _compiled(run: Callable[..., Any], arguments: tuple[Any, ...], threads: ThreadPoolExecutor) -> list[Any]:
+def _compile(run: Callable[..., Any], arguments: tuple[Any, ...], threads: ThreadPoolExecutor) -> list[Any]:
     """The kernels of a run that are not on the device, also those that another thread has compiled and not loaded."""
     launched: list[tuple[Any, Any]] = []
     try:
@@ -140,7 +140,7 @@ def needed(make: Make) -> list[Needed]:
     card = devices.planned()
     return [
         Needed(name, key, _folder(key), _bytes(_folder(key)), Task(f"{__name__}:keep", (make, card, key)))
-        for key, name in _named(make, None).items()
+        for key, name in _name_kernels(make, None).items()
     ]
 
 
@@ -163,12 +163,12 @@ def keep(make: Make, card: devices.Card, key: str) -> int:
         KeyError: the plan has no such kernel.
     """
     with devices.planned_for(card):
-        if key not in _named(make, key):
+        if key not in _name_kernels(make, key):
             raise KeyError(key)
     return _bytes(_folder(key))
 
 
-def _named(make: Make, wanted: str | None) -> dict[str, str]:
+def _name_kernels(make: Make, wanted: str | None) -> dict[str, str]:
     """The keys of all kernels and their names. The kernel of the wanted key is compiled, and none is loaded."""
     card = devices.planned()
     if card is None:

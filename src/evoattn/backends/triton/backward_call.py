@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from evoattn.backends.triton.kernels.backward import PAD, CallConstants, Stats
-from evoattn.backends.triton.kernels.key_bias import KeyBias, key_bias_views, plan_key_bias
-from evoattn.backends.triton.kernels.statistics import GateTensors
+from evoattn.backends.triton.key_bias_plan import KeyBias, key_bias_views, plan_key_bias
 from evoattn.backends.triton.tiles.backward import BackwardTiles
 from evoattn.backends.triton.tiles.limits import Tiles
 from evoattn.core import layouts
 from evoattn.core.inputs import Cotangents, Inputs, Outputs
-from evoattn.core.problem import Problem
+from evoattn.core.problem import Needs, Problem
 from evoattn.core.sizes import power_of_two
 from evoattn.kit import cards
 from evoattn.kit.arguments import Sizes, view
 from evoattn.kit.strides import Strided, contiguous, grain, is_long, strided
+
+
+class GateTensors(NamedTuple):
+    """The gate in the statistics kernel. Tensors are [b,n,h,q,c].
+
+    Args:
+        gate: before the sigmoid.
+        do: the cotangent of the gated o.
+        written: strides of do * sigmoid(gate), which later kernels read in the place of do, and of the gradient of the gate.
+        needs_do, needs_dgate: which of the two are written.
+    """
+
+    gate: Strided
+    do: Strided
+    written: Strided
+    needs_do: bool
+    needs_dgate: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +114,7 @@ def describe_call(
 ) -> BackwardCall:
     """The call of canonical tensors with these strides."""
     (do, dlse), (o, lse, _), each = cotangents, outputs, (tiles.dq, tiles.dkdv, tiles.pair)
-    q, k, v, mask, mask_bias = inputs[:5]
+    q, k, v, mask, mask_bias, *_ = inputs
     gate = gate_pass(cotangents, inputs, outputs, layout, problem.needs)
     do_strides = Strided(tuple(o.shape), (0,) * 5, o.dtype) if do is None else strided(do)
     padded_q = round_up(problem.lq, max(tile.block_q for tile in each))
@@ -121,14 +137,12 @@ def describe_call(
     )
 
 
-def gate_pass(
-    cotangents: Cotangents, inputs: Inputs, outputs: Outputs, layout: str, needs: tuple[bool, ...]
-) -> GateTensors | None:
+def gate_pass(cotangents: Cotangents, inputs: Inputs, outputs: Outputs, layout: str, needs: Needs) -> GateTensors | None:
     """Plan the gate in the statistics kernel; None without one, and if o has no cotangent, so that its gradient is 0."""
     if inputs.gate is None or cotangents.do is None:
         return None
     written = strided(layouts.empty(outputs.o.shape, layout, outputs.o, "meta"))
-    return GateTensors(strided(inputs.gate), strided(cotangents.do), written, any(needs[:5]), needs[5])
+    return GateTensors(strided(inputs.gate), strided(cotangents.do), written, any(needs._replace(gate=False)), needs.gate)
 
 
 def round_up(length: int, multiple: int) -> int:

@@ -7,10 +7,10 @@ import functools
 import importlib.util
 
 from evoattn.backends import GATED_FORWARD, Description, Plan
-from evoattn.backends.triton.kernels.few import plan_forward_few
+from evoattn.backends.triton.few_plan import plan_forward_few
 from evoattn.backends.triton.kernels.forward import Variant, forward_kernel
-from evoattn.backends.triton.kernels.key_bias import KeyBias, key_bias_views, plan_key_bias
-from evoattn.backends.triton.kernels.pair_copies import COPIED, aligned_copy, needs_copy
+from evoattn.backends.triton.key_bias_plan import KeyBias, key_bias_views, plan_key_bias
+from evoattn.backends.triton.pair_copies_plan import COPIED, aligned_copy, needs_copy
 from evoattn.backends.triton.tiles.few import few_tiles
 from evoattn.backends.triton.tiles.forward import LEFT_OVER_WARPS, forward_tiles
 from evoattn.backends.triton.tiles.limits import Tiles
@@ -34,29 +34,16 @@ class ForwardLaunches:
     """The launches of a call. Call it with the tensors, and with o, lse and reference to write.
 
     Args:
-        tiles: of the kernel.
-        tuned: whether they are a result of `evoattn tune`.
         key_bias: the mask and the mask bias in one, if there are any.
         pair: the pair bias of the caller.
         pair_copy: a copy of it that loads 16 bytes at a time, if one pays.
         launches: of the kernel.
-        gate: how a gate is multiplied, if there is one.
     """
 
-    tiles: Tiles
-    tuned: bool
     key_bias: KeyBias | None
     pair: Strided | None
     pair_copy: Strided | None
     launches: tuple[Launch, ...]
-    gate: str | None
-
-    def describe(self) -> Description:
-        """See `evoattn.backends`."""
-        tiles = self.tiles
-        config = Config(block_q=tiles.block_q, block_k=tiles.block_k, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-        copies = () if self.pair_copy is None else (COPIED,)
-        return Description(config, copies=copies, gate=self.gate, tuned="forward" if self.tuned else None)
 
     def __call__(self, inputs: Inputs, outputs: Outputs) -> None:
         q, k, v, mask, mask_bias, pair, gate = inputs
@@ -65,7 +52,8 @@ class ForwardLaunches:
             pair = empty(self.pair_copy, q.device).copy_(pair.as_strided(self.pair.shape, self.pair.stride))
         key_bias = runs = lse  # absent tensors get any address, which is never read
         if self.key_bias is not None:
-            key_bias, runs = self.key_bias(mask, mask_bias)
+            key_bias, runs = self.key_bias.allocate()
+            self.key_bias.launch(*(key_bias if x is None else x for x in (mask, mask_bias)), key_bias, runs)
         for launch in self.launches:
             launch(q, k, v, key_bias, runs, q if pair is None else pair, o, lse, reference, o if gate is None else gate)
 
@@ -88,11 +76,16 @@ def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -
     pair = None if pair_bias is None else strided(pair_bias)
     pair_copy = aligned_copy(pair) if pair is not None and needs_copy(pair, problem.n) else None
     launches = _launches(problem, tiles, inputs, pair_copy or pair, key_bias, scale, layout)
-    prepared = None if key_bias is None else key_bias.launch
-    overlap(q.device, (prepared, ()), *((launch, (prepared,)) for launch in launches))
-    tuned = tuned_tiles.is_tuned("triton", "forward", problem, config)
-    forward = ForwardLaunches(tiles, tuned, key_bias, pair, pair_copy, launches, gated)
-    return Plan(forward, forward.describe)
+    prepared = () if key_bias is None else (key_bias.launch,)
+    overlap(q.device, *((launch, ()) for launch in prepared), *((launch, prepared) for launch in launches))
+    description = functools.partial(
+        Description,
+        Config(block_q=tiles.block_q, block_k=tiles.block_k, num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        copies=() if pair_copy is None else (COPIED,),
+        gate=gated,
+        tuned="forward" if tuned_tiles.is_tuned("triton", "forward", problem, config) else None,
+    )
+    return Plan(ForwardLaunches(key_bias, pair, pair_copy, launches), description)
 
 
 def _launches(

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from evoattn.backends.triton.backward_call import BackwardCall, round_up
 from evoattn.backends.triton.kernels.backward import PAD
-from evoattn.backends.triton.kernels.key_bias import plan_row_spans
-from evoattn.backends.triton.kernels.pair_gradient import Grid, Variant, pair_gradient_kernel, plan_total
+from evoattn.backends.triton.kernels.pair_gradient import Grid, Variant, pair_gradient_kernel, total_kernel
+from evoattn.backends.triton.key_bias_plan import RowSpans, plan_row_spans
 from evoattn.backends.triton.tiles.limits import Tiles, most_warps
 from evoattn.core.problem import Problem
 from evoattn.core.sizes import SHORT
@@ -27,8 +27,8 @@ _MOST_SPLITS = 8
 _MOST_SPLITS_OF_SHORT = 16
 """Likewise for lengths up to SHORT, whose tiles are few."""
 
-_WORTH_A_STRIP = 64
-"""Queries and keys of tiles that are large enough to have what is left over in smaller ones."""
+_LARGE_TILE = 64
+"""Queries and keys from which what is left over goes to smaller tiles."""
 
 _ROWS_TO_DRIFT = 192
 """If fewer rows of a head fill the cache, programs that go through all of them read from memory what others have read."""
@@ -36,11 +36,18 @@ _ROWS_TO_DRIFT = 192
 ROWS_WORTH_SPANS = 128
 """Rows from which a kernel that finds the live ones first costs less than the others do."""
 
-_LEAST_ROWS = 32
+_LEAST_ROWS_OF_A_TURN = 32
 """Rows of a turn: each turn reads and writes the sums once more."""
 
-_WORTH_A_SHARE = 1.05
+_LEAST_SPEEDUP = 1.05
 """More shares must make the pair-gradient kernel this much faster."""
+
+_SHARES_AT_ONCE = (1, 8, 16)
+_TOTAL_TILE_Q = 16
+_TOTAL_TILE_K = 64
+
+MOST_TILES_IN_SERIES = 64
+"""Tiles that one program adds up, each of all splits: torch, which adds in parallel, does it for more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,37 +58,25 @@ class InOrder:
         device: of all memory.
         partial: [b, splits, h, q, k], a share of the sums each; an axis of the bias that is 1 counts tiles instead.
         used: the part of it that holds something.
-        spans: the rows n that are live, and the launch that finds them, if there is a key bias and so many rows that it pays.
+        spans: the rows n that are live, if there is a key bias and so many rows that it pays to find them.
         launches: the kernel, for each turn of rows once a strip of tiles, full ones first; then all again with DISTANT_ONLY.
-        total: the launch that adds up the shares; None if torch does.
+        total: the launch of (shares, result) that adds up the shares; None if torch does.
     """
 
     device: torch.device
     partial: Strided
     used: tuple[int, ...]
-    spans: tuple[Strided, Launch] | None
+    spans: RowSpans | None
     launches: tuple[Launch, ...]
     total: Launch | None
 
-    def find_spans(self, key_bias: Tensor) -> Tensor:
-        """The spans, from the key bias; without one, that itself stands in for them."""
-        if self.spans is None:
-            return key_bias
-        spans = empty(self.spans[0], self.device)
-        self.spans[1](key_bias, spans)
-        return spans
-
-    def __call__(self, inputs: tuple[Tensor, ...], key_bias: Tensor, spans: Tensor, bias: Tensor) -> Tensor:
-        """The shares, from q, k, v, do and statistics, the key bias, its spans and the pair bias by query."""
-        partial = empty(self.partial, self.device)
-        for launch in self.launches:
-            launch(*inputs, key_bias, spans, bias, partial)
-        return partial
+    def allocate(self) -> tuple[Tensor | None, Tensor]:
+        """Memory for the spans and the shares."""
+        return None if self.spans is None else empty(self.spans.tensor, self.device), empty(self.partial, self.device)
 
     def finish(self, partial: Tensor, result: Tensor) -> Tensor:
         """The gradient, [b|1,h|1,q|1,k|1], from the shares."""
         if self.total is not None:
-            self.total(partial, result)
             return result
         sizes = (result.shape[0], 1, *result.shape[1:])
         used = partial.as_strided(self.used, self.partial.stride)
@@ -115,7 +110,7 @@ def plan_in_order(call: BackwardCall, bias: Strided, by_query: Strided | None, *
         return pair_gradient_kernel.plan(
             problem.b * problem.h * q.blocks * k.blocks * splits,
             **{**common, **strip},
-            spans=RowView(None, *((0, 0) if spans is None else spans[0].stride[:2])),
+            spans=RowView(None, *((0, 0) if spans is None else spans.tensor.stride[:2])),
             pair=pair_view(by_query, grain(by_query)),
             grid=Grid(
                 blocks_q=q.blocks,
@@ -148,6 +143,35 @@ def plan_in_order(call: BackwardCall, bias: Strided, by_query: Strided | None, *
     return InOrder(call.device, partial, used, spans, launches, total)
 
 
+def plan_total(shares: Strided, used: tuple[int, ...], result: Strided) -> Launch | None:
+    """The launch of (shares, result) that adds up shares [b,splits,h,q,k] to the contiguous gradient [b|1,h|1,q|1,k|1].
+
+    None if a bias that broadcasts has so many that a program would take long.
+
+    used: the part of the shares that holds something; along axes of the result of size 1 all of it is added up.
+    """
+    b, heads, size_q, size_k = result.shape
+    each = [size if axis == 1 else 1 for size, axis in zip((used[0], *used[2:]), result.shape, strict=True)]
+    if math.prod(each) > MOST_TILES_IN_SERIES:
+        return None
+    blocks_q, blocks_k = math.ceil(size_q / _TOTAL_TILE_Q), math.ceil(size_k / _TOTAL_TILE_K)
+    return total_kernel.plan(
+        blocks_q * blocks_k * heads * b,
+        **dict(zip(("stride_b", "stride_split", "stride_h", "stride_q"), shares.stride, strict=False)),
+        splits=used[1],
+        **dict(zip(("each_b", "each_h", "each_q", "each_k"), each, strict=True)),
+        heads=heads,
+        size_q=size_q,
+        size_k=size_k,
+        blocks_q=blocks_q,
+        blocks_k=blocks_k,
+        BLOCK_Q=_TOTAL_TILE_Q,
+        BLOCK_K=_TOTAL_TILE_K,
+        AT_ONCE=next(most for most in _SHARES_AT_ONCE if used[1] <= most),
+        num_warps=4,
+    )
+
+
 def rows_of_a_turn(share: int, row_bytes: int, splits: int, cache: int) -> int:
     """Rows of each of `splits` shares in one turn, of `share`: all, unless few rows of so many bytes fill the cache.
 
@@ -155,7 +179,7 @@ def rows_of_a_turn(share: int, row_bytes: int, splits: int, cache: int) -> int:
     the further they drift apart.
     """
     fit = cache // row_bytes
-    return share if fit >= _ROWS_TO_DRIFT else min(share, max(_LEAST_ROWS, fit // (2 * splits)))
+    return share if fit >= _ROWS_TO_DRIFT else min(share, max(_LEAST_ROWS_OF_A_TURN, fit // (2 * splits)))
 
 
 class Strip(NamedTuple):
@@ -191,7 +215,7 @@ def strips(lq: int, lk: int, tiles: Tiles) -> list[tuple[Strip, Strip]]:
     cut: with 128 channels, 16 by 16 would spill 3,456 bytes.
     """
     all_q = _cover(lq, tiles.block_q)
-    if min(tiles.block_q, tiles.block_k) < _WORTH_A_STRIP:
+    if min(tiles.block_q, tiles.block_k) < _LARGE_TILE:
         return [(all_q, _cover(lk, tiles.block_k))]
     (full_q, *left_q), (full_k, *left_k) = _cut(lq, tiles.block_q), _cut(lk, tiles.block_k)
     return [(full_q, full_k), *((q, full_k) for q in left_q), *((all_q, k) for k in left_k)]
@@ -210,4 +234,4 @@ def shares(programs: int, n: int, at_once: int, most: int = _MOST_SPLITS) -> int
     64 programs, four 241 and six 218.
     """
     turns = {each: math.ceil(programs * each / at_once) / each for each in range(1, min(n, most) + 1)}
-    return next(each for each, needed in turns.items() if needed <= _WORTH_A_SHARE * min(turns.values()))
+    return next(each for each, needed in turns.items() if needed <= _LEAST_SPEEDUP * min(turns.values()))

@@ -8,34 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from evoattn.backends.triton.backward_call import BackwardCall, round_up
 from evoattn.backends.triton.kernels.backward import PAD
-from evoattn.backends.triton.kernels.pair_copies import COPIED, ROWS_WORTH_A_COPY, plan_pack
+from evoattn.backends.triton.pair_copies_plan import COPIED, ROWS_WORTH_A_COPY, PairCopy, plan_pack
 from evoattn.backends.triton.pair_in_order import InOrder, plan_in_order
 from evoattn.backends.triton.tiles.limits import Tiles
-from evoattn.kit.launch import Launch
 from evoattn.kit.strides import Strided, contiguous, empty, loads_vectors
 
-_SMALL = 100
-"""A copy of the pair bias that needs its own memory may be one hundredth as large as the outputs."""
-
-
-class PairBiasTensors(NamedTuple):
-    """The tensors of one run, None for absent ones. `sums` may be the result itself.
-
-    `distant` is one float32 number, not 0 if a query has a reference (`backward.store_statistics`).
-    """
-
-    by_query: Tensor | None = None
-    by_key: Tensor | None = None
-    sums: Tensor | None = None
-    result: Tensor | None = None
-    distant: Tensor | None = None
+_OUTPUTS_OF_A_COPY = 100
+"""The outputs must be this many times as large as a copy of the pair bias that needs its own memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +32,7 @@ class PairBias:
         bias: the caller's, [b|1,h|1,q|1,k|1]; None without one, and then all other fields have their defaults.
         result: its gradient, if that is wanted.
         mode: PAIR_MODE of the dQ kernel.
-        straight, transposed: copies, and the launches that fill them.
+        straight, transposed: copies.
         reuses: whether the result's memory holds the transposed copy until `finish`.
         sums: memory to which partial sums are added, if it is not the result.
         in_order: the kernel of a fixed order of summation.
@@ -57,8 +42,8 @@ class PairBias:
     bias: Strided | None = None
     result: Strided | None = None
     mode: str = "none"
-    straight: tuple[Strided, Launch] | None = None
-    transposed: tuple[Strided, Launch] | None = None
+    straight: PairCopy | None = None
+    transposed: PairCopy | None = None
     reuses: bool = False
     sums: Strided | None = None
     in_order: InOrder | None = None
@@ -76,14 +61,14 @@ class PairBias:
     @property
     def by_query(self) -> Strided | None:
         """The bias that kernels load if their programs own queries."""
-        return self.bias if self.straight is None else self.straight[0]
+        return self.bias if self.straight is None else self.straight.tensor
 
     @property
     def by_key(self) -> Strided | None:
         """The bias that the kernel loads whose programs own keys."""
-        return self.by_query if self.transposed is None else self.transposed[0]
+        return self.by_query if self.transposed is None else self.transposed.tensor
 
-    def masked(self, view: Strided | None, tile: Tiles) -> bool:
+    def needs_mask(self, view: Strided | None, tile: Tiles) -> bool:
         """Return whether loads of this view need a mask, as those of the caller's bias if its last tiles are not full."""
         problem = self.call.problem
         return view is not None and view is self.bias and bool(problem.lq % tile.block_q or problem.lk % tile.block_k)
@@ -97,13 +82,17 @@ class PairBias:
             words.append("pair_bias: transposed once a backward, for dK and dV")
         return tuple(words)
 
-    def begin(self, bias: Tensor | None) -> PairBiasTensors:
-        """The memory of the copies and of the gradient, whose sums are cleared."""
-        if bias is None or self.bias is None:
-            return PairBiasTensors()
+    def allocate(self, bias: Tensor | None) -> dict[str, Tensor | None]:
+        """The memory of a run, whose sums are cleared: the bias as kernels load it, its gradient, and what that is made from.
+
+        `distant` is one float32 number, not 0 if a query has a reference (`backward.store_statistics`). `pair_sums` may be
+        dpair_bias itself.
+        """
+        if bias is None:
+            return dict.fromkeys(("by_query", "by_key", "distant", "pair_sums", "dpair_bias", "spans", "shares"))
         device = self.call.device
-        by_query = bias if self.straight is None else empty(self.straight[0], device)
-        by_key = by_query if self.transposed is None else empty(self.transposed[0], device)
+        by_query = bias if self.straight is None else empty(self.straight.tensor, device)
+        by_key = by_query if self.transposed is None else empty(self.transposed.tensor, device)
         result, sums, distant = None, None, None
         if self.result is not None:
             if self.mode == "add":
@@ -117,7 +106,16 @@ class PairBias:
                 sums = result.zero_() if self.call.key_bias is not None and result is not None else result
         if distant is None:
             distant = torch.zeros(1, dtype=torch.float32, device=device)
-        return PairBiasTensors(by_query, by_key, sums, result, distant)
+        spans, shares = (None, None) if self.in_order is None else self.in_order.allocate()
+        return {
+            "by_query": by_query,
+            "by_key": by_key,
+            "distant": distant,
+            "pair_sums": sums,
+            "dpair_bias": result,
+            "spans": spans,
+            "shares": shares,
+        }
 
     def _zeros(self, like: Strided) -> tuple[Tensor, Tensor]:
         """Zeros for a record that has no gaps, and `distant`, in one piece of memory."""
@@ -125,20 +123,14 @@ class PairBias:
         memory = torch.zeros(behind + 1, dtype=torch.float32, device=self.call.device)
         return memory.as_strided(like.shape, like.stride), memory.as_strided((1,), (1,), behind)
 
-    def copy(self, bias: Tensor | None, tensors: PairBiasTensors) -> None:
-        """Fill the copies."""
-        for planned, copy in ((self.straight, tensors.by_query), (self.transposed, tensors.by_key)):
-            if planned is not None and bias is not None and copy is not None:
-                planned[1](bias, copy)
-
-    def finish(self, tensors: PairBiasTensors, sums: Tensor | None) -> Tensor | None:
-        """The gradient in the bias's shape and dtype, from sums or shares."""
-        result = tensors.result
-        if result is None or sums is None or sums is result:
-            return result
+    def finish(self, tensors: dict[str, Tensor]) -> Tensor | None:
+        """The gradient in the bias's shape and dtype."""
+        if self.result is None:
+            return None
+        result, sums = tensors["dpair_bias"], tensors["pair_sums"]
         if self.in_order is not None:
-            return self.in_order.finish(sums, result)
-        return result.copy_(sums.as_strided(result.shape, sums.stride()))
+            return self.in_order.finish(tensors["shares"], result)
+        return result if sums is result else result.copy_(sums.as_strided(result.shape, sums.stride()))
 
 
 def plan_pair(call: BackwardCall, bias: Strided | None) -> PairBias:
@@ -148,7 +140,7 @@ def plan_pair(call: BackwardCall, bias: Strided | None) -> PairBias:
     if bias is None:
         return pair
     full = pair.full_q and pair.full_k
-    wanted = problem.needs[4]
+    wanted = problem.needs.pair_bias
     stored = full and bias.shape[:2] == (problem.b, problem.h) and problem.n == 1  # nothing is to be summed
     pair = dataclasses.replace(pair, result=contiguous(bias.shape, bias.dtype) if wanted else None)
     if full and problem.n >= ROWS_WORTH_A_COPY:
@@ -158,7 +150,7 @@ def plan_pair(call: BackwardCall, bias: Strided | None) -> PairBias:
     if stored:
         return dataclasses.replace(pair, mode="store")
     if problem.deterministic:
-        in_order = plan_in_order(call, bias, pair.by_query, masked=pair.masked(pair.by_query, call.tiles.pair))
+        in_order = plan_in_order(call, bias, pair.by_query, masked=pair.needs_mask(pair.by_query, call.tiles.pair))
         return dataclasses.replace(pair, in_order=in_order)
     unread = tile.block_q if call.key_bias is not None else 0  # rows without a live key add to these lines
     size_q = round_up(problem.lq, tile.block_q) + unread if pair.full_q else 1
@@ -179,6 +171,6 @@ def _with_copies(pair: PairBias, bias: Strided, *, reuse: bool) -> PairBias:
     numel = bias.shape[0] * bias.shape[1] * size_q * size_k
     outputs = problem.b * problem.n * problem.h * (problem.lq + problem.lk) * (problem.d + problem.c)
     inside = reuse and bias.dtype.itemsize == 2
-    if not inside and numel * bias.dtype.itemsize * _SMALL > outputs * problem.dtype.itemsize:
+    if not inside and numel * bias.dtype.itemsize * _OUTPUTS_OF_A_COPY > outputs * problem.dtype.itemsize:
         return pair
     return dataclasses.replace(pair, transposed=plan_pack(bias, size_q, size_k, transpose=True), reuses=inside)

@@ -136,7 +136,7 @@ def product(a: Tensor, b: Tensor, split: Split | None = None, *, outgoing: bool)
     """
     if split is not None:
         parts = torch.cat([x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]).movedim(-1, 0) for x in (a, b)])  # [2 d,b,i,k]
-        return products.exchanged(parts, split, outgoing=outgoing).movedim(0, -1).reshape(a.shape)
+        return products.multiply_exchanged(parts, split, outgoing=outgoing).movedim(0, -1).reshape(a.shape)
     a, b = a.movedim(-1, -3), b.movedim(-1, -3)  # [*,d,i,k]
     if a.dtype == torch.float16:
         a, b = a.float(), b.float()

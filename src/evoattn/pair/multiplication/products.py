@@ -51,10 +51,10 @@ def side(length: int) -> int:
 def _multiply(a: Tensor, b: Tensor, *, outgoing: bool) -> Tensor:
     """t[i,j] = sum over k of a[i,k] b[j,k] (outgoing) or a[k,i] b[k,j]. In float32 for float16, which cannot hold the sums."""
     a, b = (a, b.mT) if outgoing else (a.mT, b)
-    return _widened(a, b) if a.dtype == torch.float16 else torch.bmm(a, b)
+    return _multiply_wide(a, b) if a.dtype == torch.float16 else torch.bmm(a, b)
 
 
-def _widened(a: Tensor, b: Tensor) -> Tensor:
+def _multiply_wide(a: Tensor, b: Tensor) -> Tensor:
     """The product of 16-bit matrices in float32."""
     has_kernel = a.is_cuda and _BMM_WIDENS
     return torch.bmm(a, b, out_dtype=torch.float32) if has_kernel else torch.bmm(a.float(), b.float())
@@ -72,7 +72,7 @@ def _multiply_backward(dt: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor,
         dt = (dt * scale).to(a.dtype)
         pairs = ((dt, b), (dt.mT, a)) if outgoing else ((b, dt.mT), (a, dt))
         for out, pair in zip((da, db), pairs, strict=True):
-            out.copy_(_widened(*pair) / scale)
+            out.copy_(_multiply_wide(*pair) / scale)
     elif outgoing:
         torch.bmm(dt, b, out=da)
         torch.bmm(dt.mT, a, out=db)
@@ -142,7 +142,7 @@ def backward(dt: Tensor, saved: Sequence[Tensor], split: Split | None, *, outgoi
     return dab
 
 
-def exchanged(ab: Tensor, split: Split, *, outgoing: bool) -> Tensor:
+def multiply_exchanged(ab: Tensor, split: Split, *, outgoing: bool) -> Tensor:
     """`forward`, which autograd differentiates."""
     return _Product.apply(ab, split, outgoing)  # type: ignore[no-untyped-call, no-any-return]
 

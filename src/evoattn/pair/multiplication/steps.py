@@ -12,16 +12,16 @@ All tensors are contiguous.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from evoattn.core.sizes import power_of_two
 from evoattn.dispatch.distributed import Split
+from evoattn.kit.arguments import StructuredKernel
 from evoattn.kit.cards import shared_memory_limit
 from evoattn.pair.checking import cast_gradients, result_dtype
-from evoattn.pair.launching import Tile, norm_parameters, or_zeros, start
+from evoattn.pair.launching import Tile, launch_rows, norm_parameters, or_zeros, plan_constants
 from evoattn.pair.multiplication import kernels, products
 from evoattn.pair.values import MultiplicationOptions, MultiplicationWeights
 
@@ -111,7 +111,7 @@ def _ones(x: Tensor) -> Tensor:
 
 
 def _weight_gradients(
-    dg: Tensor, out_operands: tuple[Tensor, ...], in_operands: tuple[Tensor, ...], w: MultiplicationWeights
+    dg: Tensor, out_operands: kernels.OutOperands, in_operands: kernels.InOperands, w: MultiplicationWeights
 ) -> MultiplicationWeights:
     """The gradients of all weights, from their operands and sums, which the steps return."""
     du, n, norm_out = out_operands
@@ -143,7 +143,7 @@ def gate_in(
     ab = torch.empty((channels, z.shape[0], padded, padded), dtype=w.product_dtype(), device=z.device)
     tensors = (z, z if mask is None else mask, *_input_weights(z, w), ab)
     tile = _tile("gate_in", z, w)
-    _start(kernels.gate_in_kernel, tile, tensors, z, w, padded, options.eps, N=channels, HAS_MASK=mask is not None)
+    _launch(kernels.gate_in_kernel, tile, tensors, z, w, padded, options.eps, HAS_MASK=mask is not None)
     return ab
 
 
@@ -153,18 +153,18 @@ def gate_out(z: Tensor, t: Tensor, weights: MultiplicationWeights, options: Mult
     `out` may be z: a program reads its rows before it writes them.
     """
     tensors = (z, t, *_output_weights(z, weights), out)
-    tile, flags = _tile("gate_out", z, weights), {"D": t.shape[0], "RESIDUAL": options.residual}
-    _start(kernels.gate_out_kernel, tile, tensors, z, weights, t.shape[-1], options.eps, **flags)
+    tile = _tile("gate_out", z, weights)
+    _launch(kernels.gate_out_kernel, tile, tensors, z, weights, t.shape[-1], options.eps, RESIDUAL=options.residual)
 
 
 def gate_out_backward(
     do: Tensor, z: Tensor, t: Tensor, weights: MultiplicationWeights, options: MultiplicationOptions, *, needs_weights: bool
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+) -> tuple[Tensor, Tensor, kernels.OutOperands | None]:
     """Differentiate `gate_out`, but for what flows through y.
 
     Returns:
-        The gradient of t; that of the gate's product g_out(y), `[R, C]`; and for the weights the gradient of the output product
-        `[R, C]`, its input `[D, R]`, and the gradients of the norm's weight and bias `[2, D]`.
+        The gradient of t; that of the gate's product g_out(y), `[R, C]`; and what the weights need, `[R, C]`, `[D, R]` and
+        `[2, D]`, whose sums are the gradients of the norm's weight and bias.
     """
     rows, hidden, channels = t[0].numel(), t.shape[0], z.shape[-1]
     tile = _tile("gate_out_backward", z, weights)
@@ -175,9 +175,9 @@ def gate_out_backward(
         du, n = buffer((rows, channels)), buffer((hidden, rows))
         sums = buffer((-(-rows // tile.rows), 2, hidden), dtype=torch.float32)
     tensors = (do, z, t, *_output_weights(z, weights), dt, dg, du, n, sums)
-    flags = {"D": hidden, "NEEDS_WEIGHTS": needs_weights}
-    _start(kernels.gate_out_backward_kernel, tile, tensors, z, weights, t.shape[-1], options.eps, **flags)
-    return dt, dg, (du, n, sums.sum(0)) if needs_weights else None
+    padded = t.shape[-1]
+    _launch(kernels.gate_out_backward_kernel, tile, tensors, z, weights, padded, options.eps, NEEDS_WEIGHTS=needs_weights)
+    return dt, dg, kernels.OutOperands(du, n, sums.sum(0)) if needs_weights else None
 
 
 def gate_in_backward(
@@ -190,7 +190,7 @@ def gate_in_backward(
     options: MultiplicationOptions,
     *,
     needs_weights: bool,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+) -> tuple[Tensor, kernels.InOperands | None]:
     """Differentiate `gate_in`, and everything else that reads z.
 
     Args:
@@ -199,8 +199,8 @@ def gate_in_backward(
         do: the gradient of the result.
 
     Returns:
-        The gradient of z; and for the weights the gradients of both products, p then g, `[4 D, R]`, the rows y that were
-        multiplied `[R, C]`, and the gradients of the norm's weight and bias `[2, C]`.
+        The gradient of z; and what the weights need, `[4 D, R]`, `[R, C]` and `[2, C]`, whose sums are the gradients of the
+        norm's weight and bias.
     """
     w, rows, count, channels = weights, dab[0].numel(), dab.shape[0], z.shape[-1]
     tile = _tile("gate_in_backward", z, w)
@@ -211,41 +211,44 @@ def gate_in_backward(
         dpg, y = buffer((2 * count, rows)), buffer((rows, channels))
         sums = buffer((-(-rows // tile.rows), 2, channels), dtype=torch.float32)
     tensors = (dab, dg_out, do, z, z if mask is None else mask, *_input_weights(z, w), w.g_out_weight, dz, dpg, y, sums)
-    flags = {"N": count, "HAS_MASK": mask is not None, "RESIDUAL": options.residual, "NEEDS_WEIGHTS": needs_weights}
-    _start(kernels.gate_in_backward_kernel, tile, tensors, z, w, dab.shape[-1], options.eps, **flags)
-    return dz, (dpg, y, sums.sum(0)) if needs_weights else None
+    flags = {"HAS_MASK": mask is not None, "RESIDUAL": options.residual, "NEEDS_WEIGHTS": needs_weights}
+    _launch(kernels.gate_in_backward_kernel, tile, tensors, z, w, dab.shape[-1], options.eps, **flags)
+    return dz, kernels.InOperands(dpg, y, sums.sum(0)) if needs_weights else None
 
 
 def _tile(step: str, z: Tensor, weights: MultiplicationWeights) -> Tile:
-    return _narrowed(_TILES[step], max(z.shape[-1], weights.p_out_weight.shape[1]), weights.product_dtype())
+    return _narrow(_TILES[step], max(z.shape[-1], weights.p_out_weight.shape[1]), weights.product_dtype())
 
 
 @functools.cache
-def _narrowed(tile: Tile, channels: int, dtype: torch.dtype) -> Tile:
+def _narrow(tile: Tile, channels: int, dtype: torch.dtype) -> Tile:
     """A tile that suits 128 channels in 16 bits, or a smaller one if a row takes more registers."""
     wider = max(1, power_of_two(channels) // 128) * (dtype.itemsize // 2)
     return Tile(max(16, tile.rows // wider), max(16, tile.channels // wider), tile.warps, tile.stages if wider == 1 else 1)
 
 
-def _start(
-    kernel: Any,
+def _launch(
+    kernel: StructuredKernel,
     tile: Tile,
     tensors: tuple[Tensor, ...],
     z: Tensor,
     w: MultiplicationWeights,
     padded: int,
     eps: float,
-    **constants: int,
+    **flags: bool,
 ) -> None:
     """Launch a step's kernel over all positions of the padded squares."""
-    (batch, length), channels = z.shape[:2], z.shape[-1]
-    if "N" in constants:
-        constants["BLOCK_N"] = min(tile.channels, power_of_two(constants["N"]))
-    if "D" in constants:
-        constants["BLOCK_D"] = power_of_two(constants["D"])
-    constants |= {"PADDED": padded != length, "NARROW": padded < tile.rows}
-    rows = batch * padded * padded
-    start(kernel, tile, tensors, w.product_dtype(), rows, length, padded, eps, channels=channels, **constants)
+    length, hidden, rows = z.shape[1], w.p_out_weight.shape[1], z.shape[0] * padded * padded
+    variant = kernels.Variant(
+        **plan_constants(tile, z.device, w.product_dtype(), z.shape[-1]),
+        D=hidden,
+        BLOCK_D=power_of_two(hidden),
+        BLOCK_N=min(tile.channels, power_of_two(2 * hidden)),
+        PADDED=padded != length,
+        NARROW=padded < tile.rows,
+        **flags,
+    )
+    launch_rows(kernel, tile, rows, tensors, squares=kernels.Squares(rows, length, padded), eps=eps, V=variant)
 
 
 def _input_weights(z: Tensor, w: MultiplicationWeights) -> tuple[Tensor, ...]:

@@ -6,15 +6,14 @@ Shapes: x and what is made of it `[R, C]`, mask `[R]`. All tensors are contiguou
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
 from evoattn.core.sizes import power_of_two
 from evoattn.kit import cards
+from evoattn.kit.arguments import StructuredKernel
 from evoattn.pair.checking import cast_gradients, result_dtype
-from evoattn.pair.launching import Tile, norm_parameters, or_zeros, start
+from evoattn.pair.launching import Tile, launch_rows, norm_parameters, or_zeros, plan_constants
 from evoattn.pair.transitions import kernels
 from evoattn.pair.values import TransitionOptions, TransitionWeights
 
@@ -47,20 +46,6 @@ _TILES = {
 Wide ones are for more channels, and for float32. With 64 rows, 8 warps and 256 channels in 16 bits, Triton 3.6 compiles a
 backward for Hopper that writes wrong numbers, some of them past the end of its tensors.
 """
-
-
-class Operands(NamedTuple):
-    """Operands of the gradients of the weights, for a chunk of rows.
-
-    Shapes: y (the normalised rows) and d (mask times do) `[R, C]`, u `[R, H]`, dab (da, then db if there is one) `[R, 2 H]`,
-    and sums `[programs, 3, C]` in float32. Each program sums its rows for the norm's weight and bias and the output's bias.
-    """
-
-    y: Tensor
-    d: Tensor
-    u: Tensor
-    dab: Tensor
-    sums: Tensor
 
 
 def takes(device: torch.device, dtype: torch.dtype, channels: int, hidden: int) -> bool:
@@ -121,12 +106,12 @@ def launch_backward(
     weights: TransitionWeights,
     options: TransitionOptions,
     dx: Tensor,
-    operands: Operands | None,
+    operands: kernels.Operands | None,
 ) -> None:
     """Write the gradient of x into dx, and the operands of the gradients of the weights, unless they are None."""
     outputs = (dx,) * 5 if operands is None else operands
     tensors = (do, x, x if mask is None else mask, *_input_weights(x, weights), weights.out_weight, dx, *outputs)
-    _launch("backward", kernels.backward_kernel, tensors, x, mask, weights, options, NEEDS_WEIGHTS=operands is not None)
+    _launch("backward", kernels.backward_kernel, tensors, x, mask, weights, options, needs_weights=operands is not None)
 
 
 def with_weights(
@@ -143,7 +128,7 @@ def with_weights(
         part = slice(first, min(first + chunk, rows))
         chunk_sums = x.new_empty((programs(x[part], w), 3, channels), dtype=torch.float32)
         y, d, u, dab = (buffer[: part.stop - first] for buffer in buffers)
-        operands = Operands(y, d, u, dab, chunk_sums)
+        operands = kernels.Operands(y, d, u, dab, chunk_sums)
         launch_backward(do[part], x[part], None if mask is None else mask[part], w, options, dx[part], operands)
         sums.append(chunk_sums.sum(0))
         products = [_product(dab, y, widens=chunk < rows), _product(d, u, widens=chunk < rows)]
@@ -177,24 +162,27 @@ def _product(a: Tensor, b: Tensor, *, widens: bool) -> Tensor:
 
 def _launch(
     step: str,
-    kernel: Any,
+    kernel: StructuredKernel,
     tensors: tuple[Tensor, ...],
     x: Tensor,
     mask: Tensor | None,
     w: TransitionWeights,
     options: TransitionOptions,
-    **more: Any,
+    *,
+    needs_weights: bool = False,
 ) -> None:
     tile = _tile(step, x, w)
-    constants = {
-        "H": w.hidden,
-        "BLOCK_H": tile.channels,
-        "GATED": w.b_weight is not None,
-        "HAS_BIAS": w.a_bias is not None or w.b_bias is not None,
-        "HAS_MASK": mask is not None,
-        "RESIDUAL": options.residual,
-    }
-    start(kernel, tile, tensors, w.product_dtype(), x.shape[0], options.eps, channels=x.shape[1], **constants, **more)
+    variant = kernels.Variant(
+        **plan_constants(tile, x.device, w.product_dtype(), x.shape[1]),
+        H=w.hidden,
+        BLOCK_H=tile.channels,
+        GATED=w.b_weight is not None,
+        HAS_BIAS=w.a_bias is not None or w.b_bias is not None,
+        HAS_MASK=mask is not None,
+        RESIDUAL=options.residual,
+        NEEDS_WEIGHTS=needs_weights,
+    )
+    launch_rows(kernel, tile, x.shape[0], tensors, rows=x.shape[0], eps=options.eps, V=variant)
 
 
 def _tile(step: str, x: Tensor, weights: TransitionWeights) -> Tile:

@@ -15,10 +15,10 @@ from evoattn.kit.primitives import (
     decode,
     load_tile,
     load_view,
-    measured,
     offsets,
     scores,
     store_view,
+    subtract_reference,
 )
 
 Variant = namedtuple(
@@ -109,7 +109,7 @@ def dkdv_kernel(
                     MASK_ROWS=V.MASK_PAIR and not T.EVEN_K, MASK_COLS=V.MASK_PAIR and not T.EVEN_Q,
                 )  # [k,q]  # fmt: skip
             if V.DISTANT_ONLY:
-                b_pair = measured(b_pair, tl.load(p_stats + 3 * plane + first + o_in_q)[None, :])
+                b_pair = subtract_reference(b_pair, tl.load(p_stats + 3 * plane + first + o_in_q)[None, :])
             b_lse = tl.load(p_stats + (2 * plane if V.DISTANT_ONLY else 0) + first + o_in_q)  # [q]
             b_s = scores(
                 b_k, b_q, b_pair, b_key_bias, unit, FOLD=T.FOLD, HAS_PAIR=V.HAS_PAIR, HAS_KEY_BIAS=T.HAS_KEY_BIAS,

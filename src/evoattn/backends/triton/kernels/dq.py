@@ -12,7 +12,7 @@ import triton.language as tl
 from evoattn.backends.triton.kernels.backward import PADDED, CallConstants, Stats, score_gradient, store_statistics
 from evoattn.kit.arguments import Number, PairView, Pointer, RowView, Sizes, View, kernel
 from evoattn.kit.overlap import wait_to_load, wait_to_store
-from evoattn.kit.primitives import LOG2E, at, load_tile, load_view, measured, offsets, pair_at, store_tile
+from evoattn.kit.primitives import LOG2E, at, load_tile, load_view, offsets, pair_at, store_tile, subtract_reference
 
 Variant = namedtuple(
     "Variant",
@@ -199,7 +199,7 @@ def dq_kernel(
             b_measured = b_pair
             if V.DISTANT_ONLY:
                 p_ref = p_stats + 3 * plane + ((b * sizes.n + ns[r]) * sizes.h + h) * (stats.padded_q * PADDED)
-                b_measured = measured(b_pair, tl.load(p_ref + o_in)[:, None])
+                b_measured = subtract_reference(b_pair, tl.load(p_ref + o_in)[:, None])
             b_ds = score_gradient(
                 b_qs[r], b_dos[r], b_k, b_v, b_lses[r], b_deltas[r], b_measured, b_key_bias, unit, T, HAS_PAIR=V.HAS_PAIR
             )  # [q,k]

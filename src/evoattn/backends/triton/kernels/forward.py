@@ -19,8 +19,6 @@ from evoattn.kit.primitives import (
     finish,
     load_tile,
     load_view,
-    measured,
-    natural,
     offsets,
     online_softmax,
     pair_at,
@@ -28,6 +26,8 @@ from evoattn.kit.primitives import (
     scores,
     sigmoid,
     store_tile,
+    subtract_reference,
+    to_float32,
 )
 
 MOST_TRUSTED = tl.constexpr(256.0)
@@ -87,7 +87,7 @@ def _step(
     if V.HAS_PAIR:
         b_pair = _load_pair(pair, place, step_q, first_k, start, left, V, BLOCK_K=BLOCK_K, TAIL=TAIL)  # [q,k]
         if b_ref is not None:
-            b_pair = measured(b_pair, b_ref[:, None])
+            b_pair = subtract_reference(b_pair, b_ref[:, None])
     if V.HAS_KEY_BIAS:
         b_key_bias = tl.load(key_bias.p + first_k + o_in)  # [k]
     b_s = scores(
@@ -102,7 +102,7 @@ def _step(
 
 
 @triton.jit
-def _gated(b_o, gate, o_q, left, V):
+def _apply_gate(b_o, gate, o_q, left, V):
     """b_o [q,c] * sigmoid(gate); gate begins at the first query."""
     o_c = offsets(tl.arange(0, V.BLOCK_C), V.LONG)
     b_gate = load_view(gate.p, gate, o_q, o_c, left, COLS=V.C, GRAIN=V.GRAIN_GATE, MASK=True)
@@ -115,7 +115,7 @@ def _largest_bias(b_top, key_bias, pair, place, first_k, unit, lk, V):
     step_q = pair.q * V.GRAIN_PAIR
     o_in = tl.arange(0, V.BLOCK_K)
     start = tl.cast(first_k, tl.int64) if V.LONG else first_k
-    b_bias = natural(_load_pair(pair, place, step_q, first_k, start, lk - first_k, V, BLOCK_K=V.BLOCK_K, TAIL=True))  # [q,k]
+    b_bias = to_float32(_load_pair(pair, place, step_q, first_k, start, lk - first_k, V, BLOCK_K=V.BLOCK_K, TAIL=True))  # [q,k]
     if V.HAS_KEY_BIAS:
         b_bias += (tl.load(key_bias.p + first_k + o_in) * ((unit if V.FOLD else 1.0) * LN2))[None, :]
     return tl.maximum(b_top, tl.max(tl.where((o_in < lk - first_k)[None, :], b_bias, float("-inf")), 1))
@@ -193,7 +193,7 @@ def forward_kernel(
     b_o, b_lse = finish(b_acc, b_max, b_sum)
     if V.HAS_GATE:
         gate = at(gate, b, h, V.GRAIN_GATE, n=n, first=start_q)
-        b_o = _gated(b_o, gate, o_q, left_q, V)
+        b_o = _apply_gate(b_o, gate, o_q, left_q, V)
     line = (b * sizes.n + n) * sizes.h + h
     p_lse = lse + (line * sizes.lq + start_q)
     p_ref = ref + (line * sizes.lq + start_q)
@@ -225,7 +225,7 @@ def forward_kernel(
                 )  # fmt: skip
             b_o, b_lse = finish(b_acc, b_max, b_sum)
             if V.HAS_GATE:
-                b_o = _gated(b_o, gate, o_q, left_q, V)
+                b_o = _apply_gate(b_o, gate, o_q, left_q, V)
             b_distant = (b_ref != 0.0) & (o_in < left_q)
             tl.debug_barrier()  # another thread may have stored the same element before
             tl.store(p_lse + o_in, b_lse, mask=b_distant)

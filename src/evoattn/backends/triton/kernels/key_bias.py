@@ -2,57 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from evoattn.core.numerics import LOG2E
-from evoattn.kit.arguments import Constant, Number, Pointer, RowView, kernel, row_view
-from evoattn.kit.cards import folds
-from evoattn.kit.launch import Launch
+from evoattn.kit.arguments import Constant, Number, Pointer, RowView, kernel
 from evoattn.kit.overlap import wait_to_load, wait_to_store
-from evoattn.kit.primitives import natural
-from evoattn.kit.strides import Strided, contiguous, empty, strided, strides
-
-PADDING = 128
-"""The key bias is padded with -inf to a multiple of this, the widest key tile, so that no kernel masks its loads."""
-
-_CHUNK = 512
-_ROWS_AT_ONCE = 256
-_WARPS_AT_ONCE = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyBias:
-    """The launch that joins a mask and a mask bias. Call it with both, or None, for bias and runs.
-
-    Args:
-        bias: float32 [b|1, n|1, padded], in log2 units over `unit`, measured from each row's largest entry, -inf for keys that
-            are off or past the end.
-        runs: int32 [b|1, n|1, 1 + 2 * runs]: how many runs of live tiles, then (first tile, last tile + 1) of each.
-            A tile of `block_k` keys is live when any of them is above -inf.
-        device: of both.
-        launch: fills them.
-    """
-
-    bias: Strided
-    runs: Strided
-    device: torch.device
-    launch: Launch
-
-    def __call__(self, mask: Tensor | None, mask_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        bias, runs = empty(self.bias, self.device), empty(self.runs, self.device)
-        self.launch(bias if mask is None else mask, bias if mask_bias is None else mask_bias, bias, runs)
-        return bias, runs
-
-
-def key_bias_views(key_bias: KeyBias | None, grain: int = 1) -> dict[str, RowView]:
-    """Views of the bias, with strides in units of a grain, and of its runs."""
-    bias, runs = (None, None) if key_bias is None else (key_bias.bias, key_bias.runs)
-    return {"key_bias": row_view(bias, grain), "runs": row_view(runs)}
+from evoattn.kit.primitives import to_float32
 
 
 @triton.jit
@@ -61,7 +16,7 @@ def key_bias_tile(p_mask, p_bias, o_k, stride_mask, stride_bias, lk, HAS_MASK: t
     inside = (o_k >= 0) & (o_k < lk)
     b_key_bias = tl.where(inside, 0.0, float("-inf"))
     if HAS_BIAS:
-        b_key_bias += natural(tl.load(p_bias + o_k.to(tl.int64) * stride_bias, mask=inside, other=0.0))
+        b_key_bias += to_float32(tl.load(p_bias + o_k.to(tl.int64) * stride_bias, mask=inside, other=0.0))
     if HAS_MASK:
         b_mask = tl.load(p_mask + o_k.to(tl.int64) * stride_mask, mask=inside, other=0)
         b_key_bias = tl.where(b_mask != 0, b_key_bias, float("-inf"))
@@ -124,43 +79,6 @@ def key_bias_kernel(
     tl.store(p_runs, begun)
 
 
-def plan_key_bias(
-    mask: Tensor | None, mask_bias: Tensor | None, lk: int, device: torch.device, block_k: int, scale: float
-) -> KeyBias:
-    """Join mask and mask_bias, both [b|1,n|1,k] with any strides; without either, what is -inf past the last of lk keys.
-
-    Args:
-        mask: True = attend.
-        mask_bias: additive, any float dtype.
-        lk: keys.
-        device: where the kernels run.
-        block_k: keys of a tile, for the runs of live tiles.
-        scale: of the scores. If it can be folded (`cards.folds`), the bias is divided by it.
-    """
-    b, n = (max([1, *(x.shape[axis] for x in (mask, mask_bias) if x is not None)]) for axis in (0, 1))
-    padded = -(-lk // PADDING) * PADDING
-    bias = contiguous((b, n, padded), torch.float32)
-    runs = contiguous((b, n, 1 + 2 * (padded // block_k // 2 + 1)), torch.int32)
-    mask_strides, bias_strides = (None if x is None else strided(x) for x in (mask, mask_bias))
-    launch = key_bias_kernel.plan(
-        b * n,
-        mask=row_view(mask_strides),
-        mask_bias=row_view(bias_strides),
-        stride_mask=strides(mask_strides, 3)[2],
-        stride_bias=strides(bias_strides, 3)[2],
-        n_rows=n,
-        lk=lk,
-        padded=padded,
-        runs_width=runs.shape[2],
-        factor=LOG2E / (scale * LOG2E if folds(scale) else 1.0),
-        HAS_MASK=mask is not None,
-        HAS_BIAS=mask_bias is not None,
-        BLOCK_K=block_k,
-        TILES=_CHUNK // block_k,
-    )
-    return KeyBias(bias, runs, device, launch)
-
-
 @kernel
 def row_spans_kernel(
     key_bias: RowView, spans: Pointer, n_rows: Number, tiles: Number, BLOCK_K: Constant, BLOCK_N: Constant, WAIT: Constant
@@ -188,14 +106,3 @@ def row_spans_kernel(
     wait_to_store(WAIT)
     tl.store(spans + 2 * pid, tl.minimum(tl.min(b_first, 0), end))
     tl.store(spans + 2 * pid + 1, end)
-
-
-def plan_row_spans(key_bias: KeyBias, b: int, n: int, block_k: int) -> tuple[Strided, Launch]:
-    """int32 `[b, tiles, 2]`, and the launch of (key bias, spans) that fills it.
-
-    For each key tile it has the first row n with a live key in it, and the last plus one.
-    """
-    tiles = key_bias.bias.shape[-1] // block_k
-    sizes = {"n_rows": n, "tiles": tiles, "BLOCK_K": block_k, "BLOCK_N": _ROWS_AT_ONCE}
-    fill = row_spans_kernel.plan(b * tiles, key_bias=row_view(key_bias.bias), **sizes, num_warps=_WARPS_AT_ONCE)
-    return contiguous((b, tiles, 2), torch.int32), fill

@@ -5,24 +5,14 @@ One kernel makes shares of it, each of some rows n. Another adds them up and rou
 
 from __future__ import annotations
 
-import math
 from collections import namedtuple
 
 import triton.language as tl
 
 from evoattn.backends.triton.kernels.backward import PADDED, CallConstants, Stats, score_gradient
 from evoattn.kit.arguments import Constant, Number, PairView, Pointer, RowView, Sizes, View, kernel
-from evoattn.kit.launch import Launch
 from evoattn.kit.overlap import wait_to_load, wait_to_store
-from evoattn.kit.primitives import LOG2E, at, decode, load_tile, load_view, measured, offsets, pair_at
-from evoattn.kit.strides import Strided
-
-_AT_ONCE = (1, 8, 16)
-_TILE_Q = 16
-_TILE_K = 64
-
-MOST_IN_SERIES = 64
-"""Tiles that one program adds up, each of all splits: torch, which adds in parallel, does it for more."""
+from evoattn.kit.primitives import LOG2E, at, decode, load_tile, load_view, offsets, pair_at, subtract_reference
 
 Grid = namedtuple("Grid", "blocks_q blocks_k splits units_q units_k before_q before_k turn rows")
 """The tiles and shares of a launch, the strides of a share in units of PAD, and the tiles of launches before it."""
@@ -115,7 +105,7 @@ def pair_gradient_kernel(
         b_delta = tl.load(p_stat + plane + o_in_q)  # [q]
         b_measured = b_pair
         if V.DISTANT_ONLY:
-            b_measured = measured(b_pair, tl.load(p_stat + 3 * plane + o_in_q)[:, None])
+            b_measured = subtract_reference(b_pair, tl.load(p_stat + 3 * plane + o_in_q)[:, None])
         b_sum += score_gradient(b_q, b_do, b_k, b_v, b_lse, b_delta, b_measured, b_key_bias, unit, T, HAS_PAIR=True)  # [q,k]
 
     if not V.DISTANT_ONLY:
@@ -169,32 +159,3 @@ def total_kernel(
     wait_to_store(WAIT)
     p_result = result + (((b * heads + h).to(tl.int64) * size_q + o_q)[:, None] * size_k + o_k[None, :])
     tl.store(p_result, b_sum.to(result.dtype.element_ty), mask=inside)
-
-
-def plan_total(shares: Strided, used: tuple[int, ...], result: Strided) -> Launch | None:
-    """The launch of (shares, result) that adds up shares [b,splits,h,q,k] to the contiguous gradient [b|1,h|1,q|1,k|1].
-
-    None if a bias that broadcasts has so many that a program would take long.
-
-    used: the part of the shares that holds something; along axes of the result of size 1 all of it is added up.
-    """
-    b, heads, size_q, size_k = result.shape
-    each = [size if axis == 1 else 1 for size, axis in zip((used[0], *used[2:]), result.shape, strict=True)]
-    if math.prod(each) > MOST_IN_SERIES:
-        return None
-    blocks_q, blocks_k = math.ceil(size_q / _TILE_Q), math.ceil(size_k / _TILE_K)
-    return total_kernel.plan(
-        blocks_q * blocks_k * heads * b,
-        **dict(zip(("stride_b", "stride_split", "stride_h", "stride_q"), shares.stride, strict=False)),
-        splits=used[1],
-        **dict(zip(("each_b", "each_h", "each_q", "each_k"), each, strict=True)),
-        heads=heads,
-        size_q=size_q,
-        size_k=size_k,
-        blocks_q=blocks_q,
-        blocks_k=blocks_k,
-        BLOCK_Q=_TILE_Q,
-        BLOCK_K=_TILE_K,
-        AT_ONCE=next(most for most in _AT_ONCE if used[1] <= most),
-        num_warps=4,
-    )

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from typing import NamedTuple
 
 import triton.language as tl
 
-from evoattn.backends.triton.kernels.backward import PAD, PADDED, Stats, gate_gradient, store_statistics
-from evoattn.core.sizes import power_of_two
-from evoattn.kit.arguments import Number, Pointer, View, kernel, lse_view, view
-from evoattn.kit.launch import Launch
+from evoattn.backends.triton.kernels.backward import PADDED, Stats, gate_gradient, store_statistics
+from evoattn.kit.arguments import Number, Pointer, View, kernel
 from evoattn.kit.overlap import wait_to_load, wait_to_store
 from evoattn.kit.primitives import at, decode, load_view, offsets, sigmoid, store_view
-from evoattn.kit.strides import Strided, grain, is_long
-
-_STATISTICS_ROWS = 64
-_GATE_ELEMENTS = 2048
-"""Elements of a tile, at most, if there is a gate too: with more, 128 channels spill on every card."""
 
 Variant = namedtuple("Variant", "C BLOCK_C BLOCK_Q GRAIN HAS_DLSE HAS_PAIR GATED_DO DGATE LONG WAIT", defaults=[0])
 """Compile-time constants of the kernel. GATED_DO, DGATE: it writes this one."""
@@ -69,62 +61,3 @@ def statistics_kernel(
         dgate = at(dgate, b, h, V.GRAIN, n=n, first=start)
         b_dgate = gate_gradient(b_o, b_do, b_gate)  # [q,c]
         store_view(dgate, b_dgate, o_q, o_c, left, COLS=V.C, GRAIN=V.GRAIN, MASK=True)
-
-
-class GateTensors(NamedTuple):
-    """The gate in the statistics kernel. Tensors are [b,n,h,q,c].
-
-    Args:
-        gate: before the sigmoid.
-        do: the cotangent of the gated o.
-        written: strides of do * sigmoid(gate), which later kernels read in the place of do, and of the gradient of the gate.
-        needs_do, needs_dgate: which of the two are written.
-    """
-
-    gate: Strided
-    do: Strided
-    written: Strided
-    needs_do: bool
-    needs_dgate: bool
-
-
-def plan_statistics(stats: Strided, o: Strided, do: Strided, dlse: Strided | None, gate: GateTensors | None = None) -> Launch:
-    """Plan the launch of (o, do, lse, reference, dlse or lse, stats, distant, gate, gated do, dgate) that fills `stats`
-    [2 or 4, b, n, h, padded_q].
-
-    The first two are lse and delta, the others, with a pair bias, are for queries with a reference (`store_statistics`). It
-    touches of the last three tensors what `gate` asks for.
-    """
-    b, n, h, lq, c = o.shape
-    padded_q = stats.shape[-1]
-    of_gate, written = (None, None) if gate is None else (gate.gate, gate.written)
-    tensors = (o, do if gate is None else gate.do, of_gate, written)
-    units = grain(*tensors)
-    rows = _STATISTICS_ROWS if gate is None else max(PAD, min(_STATISTICS_ROWS, _GATE_ELEMENTS // power_of_two(c)))
-    blocks = -(-padded_q // rows)
-    return statistics_kernel.plan(
-        blocks * n * h * b,
-        o=view(o, units),
-        dO=view(tensors[1], units),
-        dlse=lse_view(dlse),
-        stats=Stats(None, None, padded_q // PAD, b * n * h * padded_q // PAD),
-        gate=view(of_gate, units),
-        gated=view(written, units),
-        dgate=view(written, units),
-        n_rows=n,
-        heads=h,
-        lq=lq,
-        blocks=blocks,
-        V=Variant(
-            C=c,
-            BLOCK_C=power_of_two(c),
-            BLOCK_Q=rows,
-            GRAIN=units,
-            HAS_DLSE=dlse is not None,
-            HAS_PAIR=stats.shape[0] == 4,
-            GATED_DO=gate is not None and gate.needs_do,
-            DGATE=gate is not None and gate.needs_dgate,
-            LONG=is_long(*tensors) or stats.stride[0] >= 1 << 31,
-        ),
-        num_warps=4 if c <= 128 else 8,  # with 4, 256 channels of float32 spill 208 bytes on 8.6
-    )

@@ -15,17 +15,17 @@ from evoattn.core.sizes import MIN_TILE, SHORT, power_of_two
 
 _WARPGROUP_ROWS = 64
 _WARPS_OF_A_GROUP = 4
-_WORTH_A_TILE = 0.08
+_PADDING_WORTH_SMALL_TILES = 0.08
 """Share of padded queries from which two tiles of 64 beat one of 128, which is 5% faster when it is full."""
 
-_FEW_KEYS = 1 << 17
+_FEW_KEYS_IN_ALL_ROWS = 1 << 17
 """Keys in all rows and heads below which one-warp programs leave an H200 idle: .065 ms instead of .027 at 16 heads of 768."""
 
 
-_FULL_CARD = 264
+_FULL_CARD_PROGRAMS = 264
 """Grid size at which each SM of an H200 holds two dQ programs of one row each."""
 
-_SHARES_ROWS = 528
+_PROGRAMS_WORTH_TWO_ROWS = 528
 """Programs of one row from which two rows share a tile of bias. The whole backward of a triangle of 50 takes .0146 ms with one
 row a program and .0163 with two, that of a triangle of 100 .0352 and .0328."""
 
@@ -176,28 +176,28 @@ def backward_tiles(problem: Problem, config: Config, shared_limit: int) -> Backw
     channels = power_of_two(max(problem.d, problem.c))
     line = next(line for line in _table(problem) if channels <= line.most)
     heads = problem.b * problem.n * problem.h
-    sums_pair = problem.pair_bias is not None and problem.needs[4] and not problem.deterministic
+    sums_pair = problem.pair_bias is not None and problem.needs.pair_bias and not problem.deterministic
     dq = line.dq if sums_pair else line.dq_only or line.dq
     blocks = -(-problem.lq // _WARPGROUP_ROWS)
-    if heads * blocks < _FULL_CARD:
+    if heads * blocks < _FULL_CARD_PROGRAMS:
         dq = line.dq_few or dq
-    if problem.n == 1 or heads * blocks < _SHARES_ROWS:
+    if problem.n == 1 or heads * blocks < _PROGRAMS_WORTH_TWO_ROWS:
         dq = dataclasses.replace(dq, rows=1)
     saved = _padding(problem.lq, dq.block_q) - _padding(problem.lq, _WARPGROUP_ROWS)
-    if dq.block_q > _WARPGROUP_ROWS and saved > _WORTH_A_TILE:
+    if dq.block_q > _WARPGROUP_ROWS and saved > _PADDING_WORTH_SMALL_TILES:
         limit = dq.max_registers if dq.num_warps == _WARPS_OF_A_GROUP else 0
         dq = dataclasses.replace(dq, block_q=_WARPGROUP_ROWS, num_warps=_WARPS_OF_A_GROUP, max_registers=limit)
     short = max(problem.lq, problem.lk) <= SHORT
     pair = (line.pair_short if short else None) or line.pair
     dkdv = line.dkdv
-    if heads * problem.lk < _FEW_KEYS and problem.lq > SHORT:
+    if heads * problem.lk < _FEW_KEYS_IN_ALL_ROWS and problem.lq > SHORT:
         dkdv = line.dkdv_few or dkdv
     elif line.dkdv_pair and problem.pair_bias is not None and problem.d == problem.c == channels:
         dkdv = line.dkdv_pair
     elif problem.lq % dkdv.block_q or not problem.d == problem.c == channels:
         dkdv = line.dkdv_ragged or dkdv
 
-    def fitted(kernel: str, tile: Tiles) -> Tiles:
+    def fit(kernel: str, tile: Tiles) -> Tiles:
         tile = dataclasses.replace(
             tile,
             block_q=min(tile.block_q, power_of_two(problem.lq)),
@@ -212,7 +212,7 @@ def backward_tiles(problem: Problem, config: Config, shared_limit: int) -> Backw
     few_queries = power_of_two(problem.lq)
     if line.few_warps and few_queries < _WARPGROUP_ROWS and not chosen:
         dq = dataclasses.replace(dq, num_warps=min(dq.num_warps, few_queries // MIN_TILE))
-    return BackwardTiles(dq=fitted("dq", dq), dkdv=fitted("dkdv", dkdv), pair=fitted("pair", pair))
+    return BackwardTiles(dq=fit("dq", dq), dkdv=fit("dkdv", dkdv), pair=fit("pair", pair))
 
 
 def backward_shared_bytes(problem: Problem, tiles: Tiles) -> int:

@@ -13,7 +13,7 @@ from evoattn.core.config import Config
 from evoattn.core.problem import Problem
 from evoattn.core.sizes import power_of_two
 
-_FULL_CARD = 256
+_FULL_CARD_PROGRAMS = 256
 """Programs below which halving the query tile beats its lower reuse: fewer than two for each of an H200's 132 processors."""
 
 LEFT_OVER_WARPS = 2
@@ -44,8 +44,8 @@ FLOAT: _Family = (
 FLOAT_BLACKWELL: _Family = (FLOAT[0], (64, Tiles(64, 32, 8, 2)), *FLOAT[2:])
 
 _FEW_QUERIES = 64
-_LONG = 384
-_LONG_AND_RAGGED = 512
+_LONG_LENGTH = 384
+_LONG_RAGGED_LENGTH = 512
 """Queries and keys from which tiles of 64 keys are faster, if all are full and if the last one is not."""
 
 
@@ -55,9 +55,9 @@ def _hopper_half(problem: Problem, channels: int) -> Tiles:
     A limit of registers keeps one more program on a processor, and up to 64 bytes spill for it. The code for a ragged last tile
     costs the main loop registers too.
     """
-    few_programs = problem.b * problem.n * problem.h * -(-problem.lq // 128) < _FULL_CARD
+    few_programs = problem.b * problem.n * problem.h * -(-problem.lq // 128) < _FULL_CARD_PROGRAMS
     ragged = problem.lk % 64 != 0
-    long = min(problem.lq, problem.lk) >= (_LONG_AND_RAGGED if ragged else _LONG)
+    long = min(problem.lq, problem.lk) >= (_LONG_RAGGED_LENGTH if ragged else _LONG_LENGTH)
     if channels > 128:
         # N = 64, L = 512, D = 256: 0.221; 64 x 32 with 4 warps 0.259
         return Tiles(128, 64, 8, 2)
@@ -128,7 +128,7 @@ def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> Tiles:
     set_by_user, config = config.tiles(), tuned_tiles.preferred("triton", "forward", problem, config)
     table = _table(problem)
     block_q, block_k = table.block_q, table.block_k
-    if problem.b * problem.n * problem.h * -(-problem.lq // block_q) < _FULL_CARD and block_q > 64:
+    if problem.b * problem.n * problem.h * -(-problem.lq // block_q) < _FULL_CARD_PROGRAMS and block_q > 64:
         block_q = 64
     block_q, block_k = min(block_q, power_of_two(problem.lq)), min(block_k, power_of_two(problem.lk))
     tiles = dataclasses.replace(table, block_q=block_q, block_k=block_k, num_warps=table.warps(block_q))

@@ -1,26 +1,29 @@
-"""Pieces of the kernels of the pair operators: loads of rows and weights, and the norm of rows."""
+"""Small jitted functions for kernels over rows of channels: loads of rows and weights, the norm of a row, products."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from evoattn.core.numerics import LOG2E
-
-_UNIT = tl.constexpr(-LOG2E)
-
 
 @triton.jit
-def normalise(x, m, eps, C: tl.constexpr, axis: tl.constexpr):
-    """Return x with mean 0 and deviation 1 along an axis of C channels, and 1 / deviation. Entries outside the mask m are 0.
+def normalise_tile(x, m, eps, C: tl.constexpr, axis: tl.constexpr):
+    """Return x with mean 0 and deviation 1 along an axis of C channels, its mean and 1 / deviation.
 
-    What rounding left in the mean is subtracted too. Else equal channels would not be 0, but their rounding times 1/sqrt(eps).
+    Entries outside the mask m are 0. What rounding left in the mean is subtracted too. Else equal channels would not be 0, but
+    their rounding times 1/sqrt(eps).
     """
     b_mean = tl.sum(x, axis) / C
     b_mean += tl.sum(tl.where(m, x - tl.expand_dims(b_mean, axis), 0.0), axis) / C
     x = tl.where(m, x - tl.expand_dims(b_mean, axis), 0.0)
     rstd = 1 / tl.sqrt(tl.sum(x * x, axis) / C + eps)
-    return x * tl.expand_dims(rstd, axis), rstd
+    return x * tl.expand_dims(rstd, axis), b_mean, rstd
+
+
+@triton.jit
+def normalise_tile_backward(b_dy, x, C: tl.constexpr, axis: tl.constexpr):
+    """Return the gradient of what was normalised to x, times its deviation, from the gradient of x."""
+    return b_dy - tl.expand_dims(tl.sum(b_dy, axis) / C, axis) - x * tl.expand_dims(tl.sum(b_dy * x, axis) / C, axis)
 
 
 @triton.jit
@@ -42,16 +45,13 @@ def affine(x, w, b, axis: tl.constexpr):
 
 
 @triton.jit
-def sigmoid(x, FAST: tl.constexpr):
-    """1 / (1 + exp(-x)). `tl.sigmoid` compiles to 13 instructions of NVIDIA's GPUs, this to 4 if it is fast."""
-    b_e = 1 + tl.math.exp2(x * _UNIT)
-    if FAST:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_e], tl.float32, is_pure=True, pack=1)
-    return 1 / b_e
+def load_affine(x, norm, o_c, C: tl.constexpr, axis: tl.constexpr):
+    """`affine` with the weight and the bias `[C]` of a norm, which are loaded."""
+    return affine(x, load_vector(norm.w, o_c, C), load_vector(norm.b, o_c, C), axis)
 
 
 @triton.jit
-def _nearest(x):
+def _round_to_tf32(x):
     """x rounded to TF32, whose numbers have 10 bits after the first; NaN stays NaN."""
     b_bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
     return tl.where(x == x, b_bits.to(tl.float32, bitcast=True), x)
@@ -61,7 +61,7 @@ def _nearest(x):
 def product(a, b, PRECISION: tl.constexpr, acc=None):
     """a b + acc. Tensor cores cut off what TF32 has no digits for, twice the error of rounding, so this rounds first."""
     if PRECISION == "tf32":
-        a, b = _nearest(a), _nearest(b)
+        a, b = _round_to_tf32(a), _round_to_tf32(b)
     # `tl.dot` of Triton 3.3 does not see that an acc is None if a function passes it on
     return tl.dot(a, b, input_precision=PRECISION) if acc is None else tl.dot(a, b, acc, input_precision=PRECISION)
 

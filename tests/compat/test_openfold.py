@@ -9,7 +9,7 @@ from torch import Tensor
 from evoattn import evoformer_attention, testing
 from evoattn.compat import openfold
 from evoattn.compat.deepspeed import DS4Sci_EvoformerAttention
-from evoattn.fully_masked import means
+from evoattn.empty_rows import means
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

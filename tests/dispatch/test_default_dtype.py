@@ -26,7 +26,7 @@ from evoattn.compat import openfold
 from evoattn.compat.cuequivariance import triangle_attention
 from evoattn.compat.deepspeed import DS4Sci_EvoformerAttention
 from evoattn.core.layouts import empty_outputs
-from evoattn.fully_masked import means
+from evoattn.empty_rows import means
 from evoattn.workloads import Workload
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float64]

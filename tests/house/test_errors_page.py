@@ -22,7 +22,7 @@ INTERNAL = (
     "clients/running.py",  # caught
     "compile/",  # caught, and said by the warnings of the page
     "core/tuned_tiles.py",  # caught, but for a refusal of `evoattn tune`
-    "fully_masked/in_place.py",
+    "empty_rows/in_place.py",
     "clients/known.py",  # said as "has other modules"
 )
 """Files whose exceptions are caught inside the package, or show a fault of it."""

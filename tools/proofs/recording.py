@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 
 from evoattn.core import guards
 from evoattn.core.devices import Card, planned_for
-from evoattn.fully_masked import means
+from evoattn.empty_rows import means
 from proofs import hopper_code, triton_code
 
 __all__ = ["Recorder", "on_card"]

@@ -21,7 +21,7 @@ from evoattn.core.devices import uncast
 from evoattn.core.problem import dtype_name
 from evoattn.dispatch.axes import fits, with_axes
 from evoattn.dispatch.checks import check_keys, check_tensors, check_tensors_or_none
-from evoattn.fully_masked.means import EmptyRows, check_empty_rows, with_means_for_replaced_scores
+from evoattn.empty_rows.means import EmptyRows, check_empty_rows, with_means_for_replaced_scores
 from evoattn.pair import triangle_multiplication
 
 __all__ = ["triangle_attention", "triangle_multiplicative_update"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from evoattn.api import evoformer_attention
 from evoattn.dispatch.checks import check_tensors
-from evoattn.fully_masked.means import EmptyRows, check_empty_rows, with_means
+from evoattn.empty_rows.means import EmptyRows, check_empty_rows, with_means
 
 __all__ = ["DS4Sci_EvoformerAttention"]
 

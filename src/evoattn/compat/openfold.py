@@ -17,7 +17,7 @@ from evoattn.api import evoformer_attention
 from evoattn.core.numerics import accumulate_dtype
 from evoattn.dispatch.axes import fits, with_axes
 from evoattn.dispatch.checks import check_keys, check_tensors
-from evoattn.fully_masked.means import EmptyRows, check_empty_rows, with_means, with_means_per_query
+from evoattn.empty_rows.means import EmptyRows, check_empty_rows, with_means, with_means_per_query
 
 __all__ = ["attention"]
 

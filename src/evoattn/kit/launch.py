@@ -149,7 +149,7 @@ def repeats(tensor: Tensor) -> bool:
 
 
 def launch_kernel(kernel: FlatKernel, programs: int, tensors: tuple[Tensor, ...], **values: Any) -> None:
-    """Launch a kernel that belongs to no plan, as those of `nn`, `pair` and `fully_masked`, on the device of its first tensor.
+    """Launch a kernel that belongs to no plan, as those of `nn`, `pair` and `empty_rows`, on the device of its first tensor.
 
     Args:
         kernel: of a function that takes tuples (`arguments`).

@@ -21,7 +21,7 @@ from evoattn.core.problem import dtype_name
 from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.axes import fits
 from evoattn.dispatch.distributed import Split, is_distributed
-from evoattn.fully_masked.means import EmptyRows, check_empty_rows, with_means
+from evoattn.empty_rows.means import EmptyRows, check_empty_rows, with_means
 from evoattn.nn.initial import Layer, start
 from evoattn.nn.project import linear, project
 from evoattn.nn.submodules import call, is_linear

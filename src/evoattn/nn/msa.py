@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from evoattn.dispatch.checks import check_mask, check_tensors
-from evoattn.fully_masked.means import EmptyRows
+from evoattn.empty_rows.means import EmptyRows
 from evoattn.nn.attention import (
     Attention,
     add_residual,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from evoattn.dispatch.axes import fits
 from evoattn.dispatch.checks import check_mask, check_tensors
 from evoattn.dispatch.distributed import Split, is_distributed
-from evoattn.fully_masked.means import EmptyRows
+from evoattn.empty_rows.means import EmptyRows
 from evoattn.nn.attention import Attention, add_residual, attend, check_input, check_settings, check_shares, heads, inputs_of
 from evoattn.nn.initial import Layer
 from evoattn.nn.project import compute_dtype_of, layer_norm, linear, project

@@ -7,7 +7,7 @@ import functools
 from torch import Tensor
 
 from evoattn.dispatch.checks import check_tensors, check_tensors_or_none
-from evoattn.fully_masked.means import EmptyRows
+from evoattn.empty_rows.means import EmptyRows
 from evoattn.nn.attention import check_overwritten, kept
 from evoattn.nn.initial import Layer
 from evoattn.nn.multiplication import TriangleMultiplication

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from evoattn.dispatch.checks import check_mask
-from evoattn.fully_masked.means import EmptyRows
+from evoattn.empty_rows.means import EmptyRows
 from evoattn.nn.attention import Attention, add_residual, attend, check_input, check_settings, heads
 from evoattn.nn.initial import Layer
 from evoattn.nn.project import project

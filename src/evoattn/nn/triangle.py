@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from evoattn.dispatch.distributed import Split
-from evoattn.fully_masked.means import EmptyRows
+from evoattn.empty_rows.means import EmptyRows
 from evoattn.nn.attention import Attention, attend, check_settings, heads, inputs_of
 from evoattn.nn.pair_layer import Epilogue, PairLayer
 from evoattn.nn.project import compute_dtype_of, layer_norm, linear, project

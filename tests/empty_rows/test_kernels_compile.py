@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from evoattn.fully_masked import in_place
-from evoattn.fully_masked.means import MOST_GATED_CHANNELS, MaskLimits
+from evoattn.empty_rows import in_place
+from evoattn.empty_rows.means import MOST_GATED_CHANNELS, MaskLimits
 from tests.helpers.ahead_of_time import SHARED_LIMITS, report, target
 
 CASES = [

@@ -18,7 +18,7 @@ from torch import Tensor
 from evoattn.core.sizes import power_of_two
 from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.axes import with_axes
-from evoattn.fully_masked.kernels import (
+from evoattn.empty_rows.kernels import (
     AddConstants,
     Array,
     FillConstants,
@@ -28,7 +28,7 @@ from evoattn.fully_masked.kernels import (
     inputs_kernel,
     pairs_kernel,
 )
-from evoattn.fully_masked.means import MaskLimits, heads_first
+from evoattn.empty_rows.means import MaskLimits, heads_first
 from evoattn.kit.arguments import StructuredKernel
 from evoattn.kit.launch import launch_kernel
 

@@ -101,7 +101,7 @@ def with_means(
         )
     plain = guards.is_plain((q, k, v, mask_bias, pair_bias, gate))
     if plain and has_kernels(q.device) and kernels_take(q, k, v, mask_bias, pair_bias, layout, gate):
-        from evoattn.fully_masked.in_place import attend
+        from evoattn.empty_rows.in_place import attend
 
         return attend(attention, q, k, v, mask_bias, pair_bias, gate, scale=scale, layout=layout, limits=_LIMITS[q.dtype])
     o = attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias)
@@ -171,7 +171,7 @@ def with_means_for_replaced_scores(
     if plain and q.ndim == 5 and has_kernels(q.device):
         bias = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(~mask, -1e9)
         if kernels_take(q, k, v, bias, None, "bnhld"):
-            from evoattn.fully_masked.in_place import attend
+            from evoattn.empty_rows.in_place import attend
 
             def call(q: Tensor, k: Tensor, v: Tensor, **masks: Any) -> Tensor:
                 return attention(v)

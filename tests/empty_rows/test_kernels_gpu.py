@@ -1,6 +1,6 @@
 """Rows without a key on a GPU: kernels and torch agree, and the kernels can be captured in a CUDA graph.
 
-python -m pytest -m gpu tests/fully_masked/test_kernels_gpu.py
+python -m pytest -m gpu tests/empty_rows/test_kernels_gpu.py
 """
 
 import pytest
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from evoattn import testing
 from evoattn.compat.openfold import attention
-from evoattn.fully_masked import means
+from evoattn.empty_rows import means
 
 pytestmark = [
     pytest.mark.gpu,

@@ -32,7 +32,7 @@ else:
     from evoattn.compat.cuequivariance import triangle_attention
     from evoattn.compat.deepspeed import DS4Sci_EvoformerAttention
     from evoattn.compat.openfold import attention
-    from evoattn.fully_masked import in_place, means
+    from evoattn.empty_rows import in_place, means
 
     pytestmark = [pytest.mark.usefixtures("poisoned")]
 

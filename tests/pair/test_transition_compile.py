@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from evoattn.pair.transitions import steps
+from evoattn.pair.transitions.kernels import Operands
 from evoattn.pair.values import TransitionOptions as Options
 from evoattn.pair.values import TransitionWeights as Weights
 from tests.helpers.ahead_of_time import SHARED_LIMITS, TARGETS, report, target
@@ -30,7 +31,7 @@ def compiled(
     with target(arch) as kernels:
         sums = torch.empty(steps.programs(x, parameters), 3, channels)
         steps.forward(x, mask, parameters, options)
-        steps.launch_backward(x, x, mask, parameters, options, torch.empty_like(x), kernels.Operands(*operands, sums))
+        steps.launch_backward(x, x, mask, parameters, options, torch.empty_like(x), Operands(*operands, sums))
     assert [kernel.metadata.name for kernel in kernels] == ["forward_kernel", "backward_kernel"]
     return kernels
 

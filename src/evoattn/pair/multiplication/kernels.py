@@ -39,9 +39,7 @@ class Squares(NamedTuple):
 
 
 class OutOperands(NamedTuple):
-    """What the backward of the output makes for the weights: the gradient of the output product, its input, and sums over rows
-    of dn * x and of dn.
-    """
+    """The operands of the output's weights: the gradient of the product, its input, and sums over rows of dn * x and of dn."""
 
     du: Pointer
     n: Pointer
@@ -49,8 +47,9 @@ class OutOperands(NamedTuple):
 
 
 class InOperands(NamedTuple):
-    """What the backward of the input makes for the weights: the gradients of both products, p then g, the rows that were
-    multiplied, and sums over rows of dy * x and of dy.
+    """The operands of the input's weights.
+
+    They are the gradients of both products, p then g, the rows that were multiplied, and sums over rows of dy * x and of dy.
     """
 
     dpg: Pointer

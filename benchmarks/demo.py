@@ -281,7 +281,7 @@ def main(arguments: list[str] | None = None) -> int:
         draw(found, f"Triangle attention of L x L pairs, 4 heads x 32 channels, {dtype}\n{about}", given.output)
         print(f"\npicture: {given.output}")
     except ImportError:
-        print("\nThe picture needs matplotlib: pip install '.[cli]'")
+        print("\nThe picture needs matplotlib: pip install '.[docs]'")
     print(f"\n{NEXT}", end="")
     return 0 if held else 1
 

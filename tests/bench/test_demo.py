@@ -87,7 +87,7 @@ def test_one_sequence_and_no_matplotlib(
     path.write_text(">one\nMQIFVKTLTGKTITLEVEPS\n")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run(path) == 0
-    assert "The picture needs matplotlib: pip install '.[cli]'" in capsys.readouterr().out
+    assert "The picture needs matplotlib: pip install '.[docs]'" in capsys.readouterr().out
 
 
 def test_the_demo_has_an_alignment_of_its_own() -> None:

@@ -166,7 +166,7 @@ def test_the_environment_says_how_many_at_most(
 ) -> None:
     if asked is not None:
         monkeypatch.setenv(first_calls.VARIABLE, asked)
-    first_calls.prestart("hopper")
+    first_calls.prestart("hopper", ahead.__name__)
     assert len(first_calls.running) == helpers
 
 
@@ -175,10 +175,10 @@ def test_who_asks_has_helpers_for_few_cores_too(
 ) -> None:
     """But no more than there are cores for, of which four processes have two each here."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    first_calls.prestart("hopper")
+    first_calls.prestart("hopper", ahead.__name__)
     assert not first_calls.running
     monkeypatch.setenv(first_calls.VARIABLE, "4")
-    first_calls.prestart("hopper")
+    first_calls.prestart("hopper", ahead.__name__)
     assert len(first_calls.running) == 1
 
 
@@ -187,7 +187,7 @@ def test_helpers_start_early_if_nothing_is_kept(empty: bool, folder: pathlib.Pat
     """They get their kernels when these are known, and no others are started then."""
     if not empty:
         ahead.load_kernel(kernels()[0])
-    first_calls.prestart("hopper")
+    first_calls.prestart("hopper", ahead.__name__)
     early: list[Any] = list(first_calls.running)
     assert len(early) == (first_calls.MOST if empty else 0)
     ahead.begin(kernels())
@@ -196,7 +196,7 @@ def test_helpers_start_early_if_nothing_is_kept(empty: bool, folder: pathlib.Pat
 
 def test_a_forked_process_has_helpers_of_its_own(folder: pathlib.Path) -> None:
     """Those of its parent are not its children: they have ended, as far as it can tell."""
-    first_calls.prestart("hopper")
+    first_calls.prestart("hopper", ahead.__name__)
     assert len(first_calls.running) == first_calls.MOST
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: this process has threads

@@ -34,23 +34,24 @@ running: list[subprocess.Popen[bytes]] = []
 """The helpers of this process that have not ended. One whose input is open has no kernels yet."""
 
 
-def prestart(backend: str) -> None:
-    """Start helpers if no kernel of a backend is kept, before it is known what is needed: they import its compiler."""
+def prestart(backend: str, compiler: str) -> None:
+    """Start helpers if no kernel of a backend is kept, before it is known what is needed: they import its compiler's module."""
     if (folder := _shared_folder(backend)) is not None and not any(folder.glob("[!.]*")):
-        _start(backend, MOST)
+        _start(compiler, MOST)
 
 
-def begin(backend: str, tasks: list[Task]) -> None:
+def begin(backend: str, compiler: str, tasks: list[Task]) -> None:
     """Have helpers run the tasks that compile kernels of a backend, the last one first.
 
     Args:
         backend: its name.
+        compiler: the module that compiles its kernels.
         tasks: of kernels that are not kept, in the order in which they are needed. A task returns at once if its kernel is
             kept or locked.
     """
     if len(tasks) < 2 or _shared_folder(backend) is None:
         return
-    _start(backend, len(tasks) - 1)
+    _start(compiler, len(tasks) - 1)
     data = pickle.dumps(tasks[::-1])
     for helper in running:
         if helper.stdin is not None and not helper.stdin.closed:
@@ -58,12 +59,12 @@ def begin(backend: str, tasks: list[Task]) -> None:
                 helper.stdin.write(data)
 
 
-def _start(backend: str, count: int) -> None:
+def _start(compiler: str, count: int) -> None:
     """Start helpers until as many run, or as many as may."""
     running[:] = [helper for helper in running if helper.poll() is None]
     with contextlib.suppress(OSError):  # there is no Python to start
         while len(running) < min(count, _limit()):
-            running.append(start(f"{__name__}:serve", f"evoattn.backends.{backend}.ahead", os.getpid()))
+            running.append(start(f"{__name__}:serve", compiler, os.getpid()))
 
 
 def serve(compiler: str, caller: int) -> None:

@@ -123,7 +123,7 @@ def _is_own(names: dict[str, Any], name: str, value: Any) -> bool:
     """Return whether a module's global function is the one that its file defines or imports."""
     if is_ours(value):
         return True
-    source = _sources(names.get("__file__") or "", names["__name__"], names.get("__package__") or "").get(name)
+    source = _sources(names.get("__file__") or "", names.get("__package__") or "").get(name)
     if source is None:  # a value that the file computes, such as a partial function
         return is_from(getattr(value, "func", value), names["__name__"])
     module, original = source
@@ -131,7 +131,7 @@ def _is_own(names: dict[str, Any], name: str, value: Any) -> bool:
 
 
 @functools.cache
-def _sources(path: str, module: str, package: str) -> dict[str, tuple[str, str]]:
+def _sources(path: str, package: str) -> dict[str, tuple[str, str]]:
     """For each name that a module defines or imports: the module and the name that it is imported from, or "" and the name."""
     try:
         tree = ast.parse(pathlib.Path(path).read_text(encoding="utf-8"))

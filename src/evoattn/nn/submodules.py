@@ -48,14 +48,14 @@ _TENSORS = frozenset((Tensor, nn.Parameter, type(None)))
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module computes `x W^T + b` from its `weight` and `bias`, and nobody has to see that it is called."""
-    if F.linear is not _F_LINEAR or not _is_plain(module, nn.Linear, _LINEAR, _linears):
+    if F.linear is not _F_LINEAR or not _is_plain(module, _LINEAR, _linears):
         return False
     return module.__dict__.get("precision") is None
 
 
 def is_norm(module: nn.Module) -> bool:
     """Return whether a module is a layer norm over the last axis, and nobody has to see that it is called."""
-    if F.layer_norm is not _F_NORM or not _is_plain(module, nn.LayerNorm, _NORM, _norms):
+    if F.layer_norm is not _F_NORM or not _is_plain(module, _NORM, _norms):
         return False
     return len(module.__dict__.get("normalized_shape", (0,))) == 1
 
@@ -97,8 +97,8 @@ def may_skip(module: nn.Module, kind: Any) -> bool:
     return not has_hooks(module) and not has_global_hooks()
 
 
-def _is_plain(module: nn.Module, kind: Any, forward: Any, known: frozenset[str]) -> bool:
-    """Return whether a call runs the forward of `kind`, or one that is known to compute the same, and nothing else."""
+def _is_plain(module: nn.Module, forward: Any, known: frozenset[str]) -> bool:
+    """Return whether a call runs `forward`, or one that is known to compute the same, and nothing else."""
     own = type(module)
     if own.forward is not forward and not _is_known(own, known):
         return False

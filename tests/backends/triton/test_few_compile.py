@@ -50,7 +50,7 @@ CASES = (
     Compiled("template_point_float32", 1, 4, 16, torch.float32),
     Compiled("all_biases", 3, 5, 24, bias=True),
     Compiled("column_of_8", 8, 8, 32),
-    # In a backward, where half as many rows, and no spills, take 217 us and not 132 on an H200 (`heuristics_few`)
+    # In a backward, where half as many rows, and no spills, take 217 us and not 132 on an H200 (`tiles/few.py`)
     Compiled("16_keys", 4, 16, 32, spills=600),
     Compiled("one_query_16_keys", 1, 16, 32),
     Compiled("most_keys", 1, 256, 32),

@@ -126,7 +126,7 @@ def faster(problem: Problem) -> tuple[str, str] | None:
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
     """Plan a forward; see `evoattn.backends`."""
     if _COMPILER not in sys.modules and torch.is_grad_enabled() and any(x.requires_grad for x in inputs.qkv):
-        first_calls.prestart(NAME)  # a backward will follow
+        first_calls.prestart(NAME, f"{__name__}.ahead")  # a backward will follow
     from evoattn.backends.hopper import forward_plan
 
     plan = _on_device(inputs.q, forward_plan.plan_forward(inputs, scale=scale, layout=layout))

@@ -123,7 +123,7 @@ def begin(kernels: Iterable[KernelVariant]) -> None:
     """Have kernels that are not kept compiled in other processes, while this one comes to them in this order."""
     missing = {kernel: _file(kernel.name) for kernel in kernels if kernel.name not in functions}
     tasks = [Task(f"{__name__}:keep", (kernel, path, False)) for kernel, path in missing.items() if not cache.code_bytes(path)]
-    first_calls.begin("hopper", tasks)
+    first_calls.begin("hopper", __name__, tasks)
 
 
 def needed(make: Make) -> list[Needed]:

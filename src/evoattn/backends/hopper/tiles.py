@@ -67,16 +67,17 @@ _WITHOUT_PAIR = (
 _MANY_CHANNELS = ((256, 2, 4, 2, 2), (384, 2, 6, 1, 3))
 
 _MOST_IDLE_SHARE = 0.15
-"""Of all processors' time, of one kernel that takes whole rows: 0.19 cost as much as it gains, at 384 queries and keys."""
+"""The largest idle share of all processors' time for one kernel that takes whole rows. A share of 0.19, at 384 queries and
+keys, costs as much as the kernel gains."""
 
 LEAST_SCORES_TO_SKIP = 1 << 25
 """`tri256` has twice as many: looking costs 1.5 of its 120 us where nothing is left out, H200."""
 
 _MOST_ROWS_TO_LIST = 1 << 16
-"""Of a batch: one block lists them."""
+"""Rows of a batch up to which one block lists them."""
 
 _MOST_BATCHES_TO_LIST = 32
-"""All blocks go through them to find what they do."""
+"""Batches up to which each block goes through all of them to find its work."""
 
 
 def pad_channels(channels: int) -> int:

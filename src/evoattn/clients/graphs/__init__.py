@@ -210,7 +210,7 @@ class Steps:
                 with repeated():
                     return self._compare(module, known, kind, call) if stands else self._learn(module, known, kind, call)
             self._count.count_passed_on(why or FIRST)
-        with repeated() if kind is not None else contextlib.nullcontext():  # as its like, whatever came of their recording
+        with repeated() if kind is not None else contextlib.nullcontext():  # computed as recorded calls of its kind
             return self._original(module, *args, **kwargs)
 
     def _obstacle(self, module: nn.Module) -> str:

@@ -72,7 +72,7 @@ HOPPER: tuple[_Line, ...] = (
         # .973 ms with the statistics at `template384`, 1.293 at `extra_msa_row`; with 168 registers 1.009 and 1.334.
         dq=Tiles(64, 32, 4, 3, rows=2, max_registers=128),
         dq_only=Tiles(128, 32, 4, 3, max_registers=128),
-        # The whole backward, (32, 32) behind it: 1.613 ms for 1.730 at `template384`, 2.16 for 2.31 at `extra_msa_row`.
+        # The whole backward: 1.613 ms at `template384` and 2.16 at `extra_msa_row`; with (32, 32) 1.730 and 2.31.
         dkdv=Tiles(32, 64, 1, 3),
         dkdv_few=Tiles(128, 64, 4, 2),
         pair=Tiles(64, 64, 4, 3, max_registers=168),
@@ -87,8 +87,9 @@ HOPPER: tuple[_Line, ...] = (
         dq_few=Tiles(64, 128, 4, 3),
         # The whole backward of 16 and 32 sequences, N = 384, H 8: .017 and .031 ms, with 4 warps .026 and .047.
         few_warps=True,
-        # Each warp has 32 keys and seldom waits for the other. The whole backward, one warp with (64, 32) behind it: .520 ms,
-        # .538 at tri384; 1.127, 1.163 at tri512 (float16); 1.160, 1.180 at the MSA column; the same at tri1024. Masked
+        # Each warp has 32 keys and seldom waits for the other. The whole backward: .520 ms
+        # at tri384, with one warp and (64, 32) .538; likewise 1.127 and 1.163 at tri512 (float16), 1.160 and 1.180 at the
+        # MSA column, and the same at tri1024. Masked
         # channels or queries make both spill; 4 warps with wgmma are slower.
         dkdv=Tiles(64, 64, 2, 3),
         dkdv_ragged=Tiles(32, 32, 1, 3),
@@ -104,8 +105,8 @@ HOPPER: tuple[_Line, ...] = (
         dq_only=Tiles(64, 32, 4, 3),
         # .678 ms at the diffusion shape; (32, 64) with 4 warps .683, and it spills.
         dkdv=Tiles(32, 128, 8, 3, max_registers=128),
-        # The whole backward with 64 channels, (32, 128) behind it: .960 ms for 1.024 at 397, .465 for .469 at 768 with 64 rows,
-        # the same at 384; without a pair bias 1.816 for 1.790, with 48 channels slower.
+        # The whole backward with 64 channels: .960 ms at 397, with (32, 128) 1.024; likewise .465 and .469 at 768 with 64
+        # rows, and the same at 384. Without a pair bias 1.816 for 1.790, with 48 channels slower.
         dkdv_pair=Tiles(32, 64, 4, 3),
         dkdv_few=Tiles(32, 64, 4, 2),
         pair=Tiles(64, 64, 4, 3),
@@ -140,7 +141,7 @@ FLOAT: tuple[_Line, ...] = (
 
 
 FLOAT_HOPPER: tuple[_Line, ...] = (
-    # The whole backward, what `FLOAT` has behind it: N = 384, D = 16 1.86 ms, 1.99
+    # The whole backward at N = 384, D = 16: 1.86 ms; with the tiles of `FLOAT` 1.99.
     _Line(most=16, dq=FLOAT[0].dq, dkdv=Tiles(32, 128, 8, 1), pair=FLOAT[0].pair),
     # dQ alone 2.85 ms at tri384, 3.14; dK and dV alone 3.07. Without a pair bias, N = 128, H 8, L = 512: 2.86 and 2.86, 2.97
     _Line(most=32, dq=Tiles(128, 32, 8, 2, max_registers=128), dkdv=Tiles(32, 64, 4, 3), pair=FLOAT[0].pair),

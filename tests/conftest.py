@@ -2,6 +2,7 @@
 
 import gc
 import os
+import zlib
 from collections.abc import Iterator
 
 import hypothesis
@@ -35,6 +36,16 @@ def pytest_configure() -> None:
         threads = max(1, (os.cpu_count() or 1) // workers)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of processes that tests start
         torch.set_num_threads(threads)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the slow tests that are not in the share that EVOATTN_TEST_SHARE names, such as "1/4"."""
+    if share := os.environ.get("EVOATTN_TEST_SHARE"):
+        number, shares = map(int, share.split("/"))
+        others = [x for x in items if x.get_closest_marker("slow") and zlib.crc32(x.nodeid.encode()) % shares != number]
+        config.hook.pytest_deselected(items=others)
+        left_out = set(others)
+        items[:] = [x for x in items if x not in left_out]
 
 
 @pytest.fixture(autouse=True, scope="module")

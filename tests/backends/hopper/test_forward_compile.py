@@ -115,7 +115,7 @@ def test_key_bias_kernel_compiles_without_spills(dtype: str, mask: bool, bias: s
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("width", [1, 8])
 def test_pair_bias_kernel_compiles_without_spills(width: int, bounded: bool, dtype: str) -> None:
-    assert make(pair_bias.PairBias(DTYPES[dtype], width, bounded=bounded)).spilled == 0
+    assert make(pair_bias.PairBias(DTYPES[dtype], width, q_dtype=DTYPES[dtype], bounded=bounded)).spilled == 0
 
 
 @pytest.mark.slow

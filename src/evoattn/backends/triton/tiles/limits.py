@@ -21,6 +21,9 @@ import torch
 
 from evoattn.core.sizes import MIN_TILE
 
+KERNELS = ("forward", "dq", "dkdv", "pair")
+"""The kernels that have tiles."""
+
 _WARPGROUP_ROWS = 64
 """Rows from which a product may go through wgmma."""
 
@@ -91,7 +94,7 @@ def most_warps(kernel: str, block_q: int, block_k: int, dtype: torch.dtype, capa
     """The most warps that a tile can hold.
 
     Args:
-        kernel: "forward", "dq", "dkdv" or "pair".
+        kernel: one of `KERNELS`.
         block_q, block_k: queries and keys of the tile.
         dtype: of q, k and v.
         capability: compute capability of an NVIDIA card; None elsewhere.
@@ -115,7 +118,7 @@ def fit(kernel: str, tile: Tiles, fixed: Collection[str], dtype: torch.dtype, ca
     the columns many enough. The backend refuses a config that leaves no way.
 
     Args:
-        kernel: "forward", "dq", "dkdv" or "pair".
+        kernel: one of `KERNELS`.
         tile: as it is now.
         fixed: the fields that the user set.
         dtype, capability: as in `most_warps`.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evoattn.core.own_code import CALLS, called, methods, replaced_function
+from evoattn.core.own_code import called, method_names, replaced_function
 
 ATTRIBUTE = "_evoattn_replacement"
 """The attribute of a replaced layer that holds its swap."""
@@ -28,8 +28,7 @@ class Snapshot:
         self._layer = _state(client)
         self._inner = tuple((x, *_state(x)) for x in client.modules() if x is not client)
         kinds: Any = dict.fromkeys(original_of(type(x)) for x in client.modules())
-        names = {kind: dict.fromkeys((*CALLS, *(name for _, name, _ in methods(kind)))) for kind in kinds}
-        self._methods = tuple((kind, name, getattr(kind, name)) for kind in kinds for name in names[kind])
+        self._methods = tuple((kind, name, getattr(kind, name)) for kind in kinds for name in method_names(kind))
         functions = {(id(names), name): (names, name, x) for kind in kinds for names, name, x in called(kind)}
         self._functions = tuple(functions.values())
 
@@ -56,14 +55,13 @@ class Snapshot:
 
 def _state(module: nn.Module) -> tuple[Any, ...]:
     """The children of a module, its settings, and which methods of its class it has of its own."""
-    names = dict.fromkeys((*CALLS, *(name for _, name, _ in methods(original_of(type(module))))))
-    return tuple(module._modules.items()), _settings(module), tuple((name, name in module.__dict__) for name in names)
+    own_methods = tuple((name, name in module.__dict__) for name in method_names(original_of(type(module))))
+    return tuple(module._modules.items()), _settings(module), own_methods
 
 
 def own_method(module: nn.Module) -> str:
     """The name of a method that stands on a module itself, in the place of one of its class, or ""."""
-    names = (*CALLS, *(name for _, name, _ in methods(original_of(type(module)))))
-    return next((name for name in names if name in module.__dict__), "")
+    return next((name for name in method_names(original_of(type(module))) if name in module.__dict__), "")
 
 
 def check_methods(name: str, module: nn.Module) -> None:

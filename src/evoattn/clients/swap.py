@@ -24,7 +24,7 @@ from evoattn.clients.blocks import KnownBlock
 from evoattn.clients.known import KnownLayer
 from evoattn.clients.registry import known
 from evoattn.clients.snapshots import ATTRIBUTE, Snapshot, check_methods, original_of, own_method
-from evoattn.core.own_code import CALLS, methods
+from evoattn.core.own_code import CALLS, method_names
 from evoattn.nn.submodules import has_global_hooks, has_hooks
 
 _ACTIVATIONS: dict[str, Any] = {
@@ -168,7 +168,7 @@ def _overridden(client: nn.Module, known_kind: type, is_called: bool) -> str:
 
     If the layer is called, its own `forward` runs, and may call ours. That of a replaced layer's class counts: ours hides it.
     """
-    names = dict.fromkeys((*CALLS, *(name for _, name, _ in methods(known_kind))))
+    names = method_names(known_kind)
     kind = original_of(type(client))
     may_call_ours = CALLS if is_called else ()
     own = [name for name in names if name in client.__dict__ and name not in may_call_ours]

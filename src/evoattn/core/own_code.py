@@ -60,7 +60,7 @@ def is_ours(function: Any) -> bool:
 def methods(kind: type) -> Iterator[tuple[type, str, Any]]:
     """The methods of a module's class that compute: the class that defines each, its name, and what stands there now.
 
-    Of torch's own classes that is `forward`: their other methods print, and make parameters. Layers of evoattn are called.
+    Of torch's own classes those are `CALLS`: their other methods print, and make parameters. Layers of evoattn are called.
     """
     for owner in kind.__mro__:
         if owner in (nn.Module, object):
@@ -71,6 +71,11 @@ def methods(kind: type) -> Iterator[tuple[type, str, Any]]:
         for name, value in vars(owner).items():
             if name in CALLS or (not torchs and _computes(name, value)):
                 yield owner, name, value
+
+
+def method_names(kind: type) -> tuple[str, ...]:
+    """The names of all methods that a call of a module may run, each once: `CALLS`, and those of its class that compute."""
+    return tuple(dict.fromkeys((*CALLS, *(name for _, name, _ in methods(kind)))))
 
 
 def called(kind: type) -> Iterator[tuple[dict[str, Any], str, Any]]:

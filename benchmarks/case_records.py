@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from evoattn.bench.record import write_text
+from evoattn.compile.cache import write
 
 __all__ = ["add", "begun", "read_all"]
 
@@ -38,4 +38,4 @@ def add(case: Case, record: dict[str, Any], names: tuple[str, ...], path: Path |
     """Put a case in the place of one with the same values of `names`, and write the record, whole or not at all."""
     record["cases"] = [x for x in record["cases"] if any(x[key] != case[key] for key in names)] + [case]
     if path is not None:
-        write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", path)
+        write(path, f"{json.dumps(record, indent=1, allow_nan=False)}\n".encode())

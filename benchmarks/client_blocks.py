@@ -30,7 +30,7 @@ import torch
 from client_cases import CLIENTS, GROUPS, Client
 
 from evoattn.bench import machine
-from evoattn.bench.record import write_text
+from evoattn.compile.cache import write
 from evoattn.core.devices import installed_version
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -114,7 +114,7 @@ class Run:
     def write(self) -> None:
         """The record, whole or not at all."""
         if self.options.json:
-            write_text(json.dumps(self.record, indent=1, allow_nan=False) + "\n", self.options.json)
+            write(self.options.json, f"{json.dumps(self.record, indent=1, allow_nan=False)}\n".encode())
 
     def _left(self) -> float:
         return self._end - time.monotonic()

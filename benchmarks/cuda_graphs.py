@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 
 from evoattn.bench.clock import Clock
-from evoattn.bench.contender import Runner, one_line
+from evoattn.bench.contender import Runner
 from evoattn.bench.record import Result, Timing
+from evoattn.bench.run import why_untimed
 
 
 def milliseconds(call: Callable[[int], object], clock: Clock, rounds: int) -> list[float]:
@@ -22,10 +23,10 @@ def time_graphs(result: Result, runner: Runner, passes: tuple[str, ...], rounds:
     for name in passes:
         try:
             replay, output = captured(getattr(runner, name))
-            result.times[f"graph_{name}"] = Timing.of(milliseconds(replay, clock, rounds))
+            result.times[f"graph_{name}"] = Timing(tuple(milliseconds(replay, clock, rounds)))
             del replay, output
         except Exception as error:
-            result.mark_untimed(result.status, f"graph of {name}: {one_line(error)}")
+            result.reason = "; ".join(filter(None, (result.reason, f"graph of {name}: {why_untimed(error)[1]}")))
             torch.cuda.synchronize()
 
 

@@ -206,7 +206,7 @@ def main() -> None:
     import torch
 
     from evoattn.bench import machine
-    from evoattn.bench.record import write_text
+    from evoattn.compile.cache import write
     from evoattn.compile.workers import cores
 
     facts = {**machine.facts(torch.device(options.device), options.commit), "cores": cores()}
@@ -217,7 +217,7 @@ def main() -> None:
             record["cases"].append(case)
             print(show(case), flush=True)
             if options.json:
-                write_text(json.dumps(record, indent=1) + "\n", options.json)
+                write(options.json, f"{json.dumps(record, indent=1)}\n".encode())
 
 
 if __name__ == "__main__":

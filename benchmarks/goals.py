@@ -25,7 +25,7 @@ import torch
 
 from evoattn.bench import machine, table
 from evoattn.bench.attentions import inputs_of
-from evoattn.bench.clock import WallClock
+from evoattn.bench.clock import Clock
 from evoattn.bench.contender import Runner
 from evoattn.bench.memory import peak_bytes
 from evoattn.bench.peers import PEERS, backend_peer
@@ -117,7 +117,7 @@ def main() -> int:
     options = parser.parse_args()
     cpu = torch.device("cpu")
     plan = Plan((workload("tri256n128"),), ("float32",), ("forward", "both"), ("auto",), ("sdpa", "dense"), options.rounds)
-    record = run(plan, Record(machine.facts(cpu), plan.settings()), cpu, WallClock(), lambda *_: None)
+    record = run(plan, Record(machine.facts(cpu), plan.settings()), cpu, Clock(), lambda *_: None)
     print(table.as_text(record))
     own = record.problems[0].result("evoattn")
     ratios = []

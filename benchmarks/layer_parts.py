@@ -30,7 +30,7 @@ from evoattn import testing
 from evoattn.bench import machine
 from evoattn.bench.clock import Clock, clock_for
 from evoattn.bench.contender import Runner
-from evoattn.bench.record import write_text
+from evoattn.compile.cache import write
 from evoattn.nn.project import layer_norm, linear, project
 
 PARTS = ("norm", "projections", "attention", "gate and output")
@@ -201,7 +201,7 @@ def main() -> int:
         for way, times in found["ways"].items():
             print(name, way, "  ".join(f"{part} {forward:.3f} + {backward:.3f}" for part, (forward, backward) in times.items()))
         if options.json is not None:
-            write_text(json.dumps(record, indent=1) + "\n", options.json)
+            write(options.json, f"{json.dumps(record, indent=1)}\n".encode())
     return 0
 
 

@@ -214,7 +214,7 @@ def _result(name: str, measured: str, numbers: Sequence[float], device: torch.de
     ms, host_us, peak = (round(x, 3) for x in values.tolist())
     if not ms:
         return Result(name, "left out", "does not fit")
-    return Result(name, peak_bytes=int(peak) or None, host_us={measured: host_us}, times={measured: Timing(ms)})
+    return Result(name, peak_bytes=int(peak) or None, host_us={measured: host_us}, times={measured: Timing((ms,))})
 
 
 def measure(plan: Plan, job: Job, block: PairformerBlock, mesh: DeviceMesh, device: torch.device) -> Problem:

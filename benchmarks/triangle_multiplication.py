@@ -28,7 +28,7 @@ from torch import Tensor
 from evoattn import testing
 from evoattn.bench import machine, memory
 from evoattn.bench.clock import Clock, clock_for
-from evoattn.bench.record import write_text
+from evoattn.compile.cache import write
 from evoattn.pair import triangle_multiplication
 from evoattn.pair.multiplication.call import reference
 from evoattn.pair.values import MultiplicationOptions as Options
@@ -167,7 +167,7 @@ def main() -> int:
             record["times"].append(case)
             print(", ".join(f"{key} {value}" for key, value in case.items()), flush=True)
     if options.json is not None:
-        write_text(json.dumps(record, indent=1) + "\n", options.json)
+        write(options.json, f"{json.dumps(record, indent=1)}\n".encode())
     return int(any(not error <= WORST for error in record["errors"].values()))
 
 

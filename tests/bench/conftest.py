@@ -116,7 +116,7 @@ def a_plan(**changes: object) -> Plan:
 def a_record(**times: list[float]) -> Record:
     """A record of one problem, with forward times by contender."""
     results = [
-        Result(name, errors={"o": 1e-7}, peak_bytes=1 << 20, times={"forward": Timing.of(samples)})
+        Result(name, errors={"o": 1e-7}, peak_bytes=1 << 20, times={"forward": Timing(tuple(samples))})
         for name, samples in times.items()
     ]
     problem = Problem(workload("tri16"), "float32", 1000, results)

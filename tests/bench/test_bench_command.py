@@ -175,7 +175,7 @@ def test_the_picture_of_the_rates() -> None:
     assert labels == ["evoattn (% of the lowest ceiling)", *others, "lowest ceiling: exponentials"]
     marks = {line.get_label(): line for line in axes.lines}
     assert [marks[label].get_xdata()[0] for label in others] == pytest.approx([0.008192, 0.16384])
-    for passes in ({}, {"both": Timing.of([1.0])}):
+    for passes in ({}, {"both": Timing((1.0,))}):
         record.problems[0].results = [Result("evoattn", times=passes)]
         assert len(plots.rates(record, record.problems).axes) == len(passes), "without a time there is no panel"
 

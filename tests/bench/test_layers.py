@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from evoattn.bench import compare, table
 from evoattn.bench import record as records
-from evoattn.bench.clock import WallClock
+from evoattn.bench.clock import Clock
 from evoattn.bench.contender import Contender, Prepared, RefusesError, Runner
 from evoattn.bench.record import Problem, Result, Timing
 
@@ -116,7 +116,7 @@ def test_a_joined_product_is_read_as_it_lies() -> None:
 def test_times_in_graphs_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = (a_record(evoattn=[1.0, 1.01, 1.02, 1.03, 1.04]) for _ in range(2))
     for record, ms in ((before, 1.0), (after, 2.0)):
-        record.problems[0].results[0].times["graph_both"] = Timing.of([ms] * 5)
+        record.problems[0].results[0].times["graph_both"] = Timing((ms,) * 5)
     changes = compare.compare(before, after)
     assert changes is not None and [change.what for change in changes if change.is_regression] == ["graph_both"]
 
@@ -130,7 +130,7 @@ def test_layers_have_names_that_read_back() -> None:
 def measured(monkeypatch: pytest.MonkeyPatch, ways: tuple[Contender, ...]) -> Problem:
     monkeypatch.setattr(layer_times, "WAYS", ways)
     problem = Problem(workload("layer16"), "float32", None)
-    layer_times.measure(problem, CPU, WallClock(), 2, lambda what: None)
+    layer_times.measure(problem, CPU, Clock(), 2, lambda what: None)
     return problem
 
 

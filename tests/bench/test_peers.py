@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from evoattn.bench import attentions
-from evoattn.bench.contender import RefusesError, Runner, one_line, status, worst
+from evoattn.bench import attentions, contender
+from evoattn.bench.contender import RefusesError, Runner
 from evoattn.bench.peers import PEERS
+from evoattn.bench.run import why_untimed
 from evoattn.testing import Inputs
 from evoattn.workloads import Workload, workload
 
@@ -128,7 +129,7 @@ def check(name: str, dtype: torch.dtype, case: Workload) -> None:
     runner, expected = Runner(PEERS[name], inputs), attentions.truth(inputs)
     errors = runner.errors(expected)
     assert set(errors) == set(expected)
-    assert worst(errors, dtype) is None, errors
+    contender.check(errors, dtype)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_openfold3_without_triton_is_absent(fakes: Fakes, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys.modules["openfold3.core.kernels.triton.evoformer"], "TritonEvoformer", None)
     with pytest.raises(ImportError) as absent:
         PEERS["openfold3"].prepare(inputs_of(TRIANGLE, torch.bfloat16))
-    assert (status(absent.value), one_line(absent.value)) == ("absent", "triton is not installed")
+    assert why_untimed(absent.value) == ("absent", "triton is not installed")
 
 
 def test_deepspeed_compiles_before_turbopairformer_sets_an_architecture_that_it_cannot_parse() -> None:

@@ -205,5 +205,5 @@ def test_copies_of_the_inputs_do_not_fit_the_cache() -> None:
     tiny = attentions.inputs_of(workload("tri8"), torch.float32, CPU)
     assert copies_for((tiny.q, tiny.k, tiny.v, tiny.pair_bias), CPU) == 24
     runner = Runner(PEERS["dense"], small)
-    runner.rotate(3)
+    runner._copy(3)
     assert len({tensors[0].data_ptr() for tensors in runner.sets if tensors[0] is not None}) == 3

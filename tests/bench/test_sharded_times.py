@@ -44,13 +44,13 @@ def errors(largest: float, ratio: float) -> Problem:
 def times(length: int, way: str, single: Result = MISSING) -> Problem:
     """The result of one process, and one of 5 ms of both."""
     measured = WAYS[way][0]
-    both = Result("", host_us={measured: 3e3}, peak_bytes=int(0.9 * 2**30), times={measured: Timing(5.0)})
+    both = Result("", host_us={measured: 3e3}, peak_bytes=int(0.9 * 2**30), times={measured: Timing((5.0,))})
     single, both = (dataclasses.replace(x, name=f"evoattn/{way}{end}") for x, end in ((single, ON_ONE), (both, "")))
     return sharded_block.problem(length, "", single, both)
 
 
 ERRORS = errors(0.25, 1.25)
-TIMES = times(1024, "inference", Result("", host_us={"forward": 2e3}, peak_bytes=3 << 29, times={"forward": Timing(8.0)}))
+TIMES = times(1024, "inference", Result("", host_us={"forward": 2e3}, peak_bytes=3 << 29, times={"forward": Timing((8.0,))}))
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import statistics
 import time
 from collections.abc import Callable
@@ -13,18 +12,21 @@ MOST_CALLS = 200
 """Calls of a pass in a round."""
 
 
-class Clock(abc.ABC):
-    """A way to time calls; tests bring their own. A call takes its number, from 0."""
+class Clock:
+    """The wall clock, for a CPU: a call returns when it is done. A call takes its number, from 0."""
 
-    target_s: float
+    target_s = 0.05
     """Seconds that one round of a pass should last: many times the clock's own error."""
 
     lead = 0
     """Number of calls before those that are counted."""
 
-    @abc.abstractmethod
     def calls(self, call: Callable[[int], object], count: int) -> float:
         """Seconds of `count` consecutive calls. The `lead` calls before them are not counted."""
+        start = time.perf_counter()
+        for number in range(count):
+            call(number)
+        return time.perf_counter() - start
 
     def host_s(self, call: Callable[[int], object], count: int) -> float | None:
         """Median seconds of `count` calls until one returns to Python while the device still works. None if a call returns when
@@ -38,18 +40,6 @@ class Clock(abc.ABC):
     def now(self) -> float:
         """Seconds of the wall clock."""
         return time.perf_counter()
-
-
-class WallClock(Clock):
-    """The clock of a CPU: a call returns when it is done."""
-
-    target_s = 0.05
-
-    def calls(self, call: Callable[[int], object], count: int) -> float:
-        start = time.perf_counter()
-        for number in range(count):
-            call(number)
-        return time.perf_counter() - start
 
 
 class CudaClock(Clock):
@@ -94,4 +84,4 @@ class CudaClock(Clock):
 
 def clock_for(device: torch.device) -> Clock:
     """The clock that fits a device."""
-    return CudaClock(device) if device.type == "cuda" else WallClock()
+    return CudaClock(device) if device.type == "cuda" else Clock()

@@ -1,7 +1,4 @@
-"""Contenders, runners and statuses.
-
-A contender prepares the inputs of a problem. A runner calls its passes. A status says why a contender has no time.
-"""
+"""Contenders and runners. A contender prepares the inputs of a problem. A runner calls its passes."""
 
 from __future__ import annotations
 
@@ -66,6 +63,30 @@ class Contender:
     compiles: bool = False
 
 
+class UntimedError(Exception):
+    """A contender has no time. `status` is the record's word for it; the message is the reason."""
+
+    status: str
+
+
+class RefusesError(UntimedError):
+    """A library does not take this problem, by its own contract."""
+
+    status = "refused"
+
+
+class WrongError(UntimedError):
+    """A result is further from float64 than rounding explains."""
+
+    status = "wrong"
+
+
+class LeftOutError(UntimedError):
+    """There is not enough memory."""
+
+    status = "left out"
+
+
 def copies_for(tensors: tuple[Tensor | None, ...], device: torch.device) -> int:
     """Number of copies of these tensors that fill the cache twice, so that no call finds its inputs in the cache."""
     cache = _CACHES[device.type]
@@ -83,32 +104,32 @@ class Runner:
     Args:
         contender: computes the passes.
         inputs: of the problem, with a cotangent `do`.
-        scores: of the problem; they bound the graphs that a compiled backward keeps.
+        graph_bytes: of the scores in one graph; they bound the graphs that a compiled backward keeps.
     """
 
-    def __init__(self, contender: Contender, inputs: Any, scores: int = 0) -> None:
-        self.contender, self.scores = contender, scores
+    def __init__(self, contender: Contender, inputs: Any, graph_bytes: int = 0) -> None:
+        self.contender, self.graph_bytes = contender, graph_bytes
         self.prepared = contender.prepare(inputs)
         self.do = self.prepared.to_library(inputs.do)
         self.sets: list[tuple[Tensor | None, ...]] = []
         self.outputs: list[Tensor] = []
-        self.rotate(1)
+        self._copy(1)
 
-    def rotate(self, copies: int | None = None) -> None:
-        """Make this many copies of the tensors. The default is more than the cache holds, or one if scores are in memory."""
-        if copies is None:  # scores alone are larger than the cache
-            tensors = self.prepared.tensors
-            copies = 1 if self.contender.score_copies or not tensors else copies_for(tensors, self.do.device)
+    def _copy(self, copies: int) -> None:
+        """Make this many copies of the tensors. The first are the tensors themselves."""
         for number in range(len(self.sets), copies):
             detached = (None if x is None else x.detach() for x in self.prepared.tensors)
             cloned = (x if x is None or not number else x.clone(memory_format=torch.preserve_format) for x in detached)
             self.sets.append(tuple(None if x is None else x.requires_grad_() for x in cloned))
 
-    def _leaves(self, number: int) -> list[Tensor]:
-        return [x for x in (*self.sets[number % len(self.sets)], *self.prepared.parameters) if x is not None]
+    def rotate(self) -> None:
+        """Make more copies of the tensors than the cache holds. One is enough if scores, which are larger, are in memory."""
+        if self.prepared.tensors and not self.contender.score_copies:
+            self._copy(copies_for(self.prepared.tensors, self.do.device))
 
     def _gradients(self, o: Tensor, number: int, *, retain: bool = False) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(o, self._leaves(number), self.do.to(o.dtype), retain_graph=retain)
+        leaves = [x for x in (*self.sets[number % len(self.sets)], *self.prepared.parameters) if x is not None]
+        return torch.autograd.grad(o, leaves, self.do.to(o.dtype), retain_graph=retain)
 
     def forward(self, number: int = 0) -> Tensor:
         """The forward of training: it keeps what the backward needs."""
@@ -129,8 +150,7 @@ class Runner:
         """The most calls of a pass in a round. A compiled graph frees its memory in its backward, so each call needs one."""
         if name != "backward" or not self.contender.compiles:
             return MOST_CALLS
-        graph = int(self.contender.score_copies * self.scores * self.do.element_size())
-        return max(2, min(32, _MOST_GRAPHS // max(1, graph)))
+        return max(2, min(32, _MOST_GRAPHS // max(1, self.graph_bytes)))
 
     def prepare(self, name: str, calls: int) -> None:
         """Make the graphs that `calls` calls of a backward run on, unless they exist."""
@@ -139,66 +159,30 @@ class Runner:
             self.outputs += [self.forward(number) for number in range(calls if self.contender.compiles else len(self.sets))]
 
     def errors(self, expected: dict[str, Tensor]) -> dict[str, float]:
-        """The output and every gradient against the truth."""
-        return self.forward_error(expected) | self.gradient_errors(expected)
+        """The relative errors of the output and of every gradient against the truth."""
+        return self.output_error(expected) | self.gradient_errors(expected)
 
-    def forward_error(self, expected: dict[str, Tensor]) -> dict[str, float]:
-        """The output against the truth."""
-        return _errors({"o": self.prepared.from_library(self.forward())}, expected)
+    def output_error(self, expected: dict[str, Tensor]) -> dict[str, float]:
+        """The relative error of the output against the truth."""
+        return {"o": testing.relative_error(self.prepared.from_library(self.forward()), expected["o"])}
 
     def gradient_errors(self, expected: dict[str, Tensor]) -> dict[str, float]:
-        """Every gradient against the truth."""
+        """The relative error of every gradient against the truth."""
         parts: dict[str, list[Tensor]] = {}
         for name, gradient in zip(self.prepared.names, self.both(), strict=False):
             parts.setdefault(f"d{name}", []).append(gradient)
-        values = {}
-        for name, (first, *others) in parts.items():
+        errors = {}
+        for name, gradients in parts.items():
             if name in ("dq", "dk", "dv"):
-                values[name] = self.prepared.from_library(first)
+                value = self.prepared.from_library(gradients[0])
             else:  # one tensor in the shape of the truth, or all of them flattened in a row
-                values[name] = torch.cat([x.flatten() for x in (first, *others)]).reshape(expected[name].shape)
-        return _errors(values, expected)
+                value = torch.cat([x.flatten() for x in gradients]).reshape(expected[name].shape)
+            errors[name] = testing.relative_error(value, expected[name])
+        return errors
 
 
-def _errors(values: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    return {name: testing.relative_error(x, expected[name]) for name, x in values.items()}
-
-
-def worst(errors: dict[str, float], dtype: torch.dtype, roundings: int = 1) -> str | None:
-    """Name the value with the largest error, if that error is too large for rounding. None if all are right."""
-    if not errors:
-        return "nothing of it was verified"
+def check(errors: dict[str, float], dtype: torch.dtype, roundings: int = 1) -> None:
+    """Raise WrongError with the value of the largest error if that error is too large for so many roundings to a dtype."""
     name, limit = max(errors, key=lambda key: errors[key]), roundings * WRONG[dtype]
-    if errors[name] <= limit:
-        return None
-    return f"{name} is wrong: relative error {errors[name]:.1e} against float64, at most {limit:.0e} is rounding"
-
-
-class RefusesError(Exception):
-    """A library does not take this problem, by its own contract."""
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """On a CPU torch raises a plain RuntimeError, with one text on Linux and another elsewhere."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    texts = ("can't allocate memory", "not enough memory")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
-
-
-def status(error: Exception) -> str:
-    """A record's word for a contender that raised: absent, refused or failed."""
-    if isinstance(error, ImportError):
-        return "absent"
-    return "refused" if isinstance(error, RefusesError) else "failed"
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of a message, short enough for a table."""
-    if isinstance(error, ModuleNotFoundError):
-        return f"{(error.name or 'it').split('.')[0]} is not installed"
-    if out_of_memory(error):
-        return "out of memory"
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    text = f"{type(error).__name__}: {line}" if line and not isinstance(error, RefusesError) else line or repr(error)
-    return text if len(text) <= 200 else text[:197] + "..."
+    if errors[name] > limit:
+        raise WrongError(f"{name} is wrong: relative error {errors[name]:.1e} against float64, at most {limit:.0e} is rounding")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -13,8 +12,7 @@ from pathlib import Path
 import torch
 
 from evoattn._version import __version__
-from evoattn.core.devices import installed_version
-from evoattn.core.tuned_tiles import driver_version
+from evoattn.core.devices import driver_version, installed_version, processor
 
 _PEERS = (
     *("cuequivariance-ops-torch-cu13", "cuequivariance-ops-torch-cu12", "trifast", "turbopairformer", "openfold3"),
@@ -32,16 +30,7 @@ def name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
-    return f"{_processor()}, {threads} thread{'' if threads == 1 else 's'}"
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name" and value.strip():
-                return " ".join(value.split())
-    return platform.processor() or platform.machine() or "CPU"
+    return f"{processor()}, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def free_bytes(device: torch.device) -> int:
@@ -55,12 +44,7 @@ def free_bytes(device: torch.device) -> int:
     folder = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):  # no control group, or its limit is "max"
         limits.append(int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text()))
-    if limits:
-        return min(limits)
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    except (AttributeError, ValueError, OSError):
-        return 4 << 30
+    return min(limits, default=4 << 30)
 
 
 def synchronize(device: torch.device) -> None:
@@ -92,25 +76,16 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def driver() -> str | None:
-    """The version of NVIDIA's driver, or None."""
-    return driver_version() or _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-
-
-def _output(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return (done.stdout.strip().splitlines() or [""])[0] or None
-
-
 def _commit() -> str | None:
     """The commit of the source tree that this package runs from; "-dirty" says that files differ from it."""
     root = Path(__file__).resolve().parents[3]
     if not (root / "pyproject.toml").is_file():
         return None
-    return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*")
+    command = ("git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*")
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def facts(device: torch.device, commit: str | None = None) -> dict[str, str | None]:
@@ -124,7 +99,7 @@ def facts(device: torch.device, commit: str | None = None) -> dict[str, str | No
     return {
         "device": name(device),
         "kind": "gpu" if on_gpu else "cpu",
-        "driver": driver() if on_gpu else None,
+        "driver": driver_version() if on_gpu else None,
         **versions(),
         **{package: version for package in _PEERS if (version := installed_version(package))},
         "commit": commit or _commit(),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
+import itertools
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -57,15 +56,10 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
     finally:
         with _no_native_chatter():
             profiler.stop()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    current = most = 0
-    for event in sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: float(event["ts"])):
-        current += event["args"]["Bytes"]
-        most = max(most, current)
-    return most
+    results: Any = profiler.profiler
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    changes = [int(event.nbytes()) for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes, initial=0))
 
 
 @contextlib.contextmanager
@@ -80,11 +74,10 @@ def _no_native_chatter() -> Iterator[None]:
     except OSError:  # the program was started without a stderr
         yield
         return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
     try:
-        os.dup2(nowhere, 2)
         yield
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
-        os.close(nowhere)

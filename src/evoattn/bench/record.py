@@ -22,45 +22,38 @@ _DIGITS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one pass.
-
-    Args:
-        median_ms: of the rounds.
-        spread_ms: the slowest round less the fastest, or None.
-        samples_ms: every round, in order; empty in records that did not keep them.
+    """Milliseconds of one pass, one number a round, in order.
 
     Raises:
-        ValueError: the median is not above 0.
+        ValueError: there is no round, or the median is not above 0.
     """
 
-    median_ms: float
-    spread_ms: float | None = None
-    samples_ms: tuple[float, ...] = ()
+    samples_ms: tuple[float, ...]
 
     def __post_init__(self) -> None:
         if not 0 < self.median_ms < math.inf:
             raise ValueError(f"median_ms is {self.median_ms!r}; expected a number above 0")
 
-    @classmethod
-    def of(cls, samples_ms: list[float]) -> Timing:
-        """The timing of these rounds, at least one."""
-        samples = tuple(float(f"{sample:.{_DIGITS}g}") for sample in samples_ms)
-        return cls(statistics.median(samples), float(f"{max(samples) - min(samples):.{_DIGITS}g}"), samples)
+    @property
+    def median_ms(self) -> float:
+        """The median of the rounds."""
+        return statistics.median(self.samples_ms)
+
+    @property
+    def spread_ms(self) -> float | None:
+        """The slowest round less the fastest; None of one round."""
+        return max(self.samples_ms) - min(self.samples_ms) if len(self.samples_ms) > 1 else None
 
     @property
     def range_ms(self) -> tuple[float, float]:
         """The range, in ms, in which another run on the same machine is expected.
 
-        With five rounds or more, it lies between their quartiles; with fewer, between the fastest and the slowest. A record
-        without samples gives the median minus and plus the spread, which covers all rounds.
+        With five rounds or more, it lies between their quartiles; with fewer, between the fastest and the slowest.
         """
-        if len(self.samples_ms) >= 5:
-            low, _, high = statistics.quantiles(self.samples_ms, n=4, method="inclusive")
-            return low, high
-        if self.samples_ms:
+        if len(self.samples_ms) < 5:
             return min(self.samples_ms), max(self.samples_ms)
-        spread = self.spread_ms or 0.0
-        return self.median_ms - spread, self.median_ms + spread
+        low, _, high = statistics.quantiles(self.samples_ms, n=4, method="inclusive")
+        return low, high
 
 
 @dataclasses.dataclass
@@ -96,11 +89,6 @@ class Result:
     def is_evoattn(self) -> bool:
         """True if evoattn is the contender."""
         return self.name.split("/")[0] == "evoattn"
-
-    def mark_untimed(self, status: str, reason: str) -> None:
-        """Note why some or all times are missing."""
-        self.status = status
-        self.reason = f"{self.reason}; {reason}" if self.reason else reason
 
     def backends(self, between: str) -> str:
         """The backend, or that of the forward and that of the backward with `between` between them; empty for a peer."""
@@ -147,34 +135,32 @@ class Record:
     ceilings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def _plain(value: Any) -> Any:
-    """The same in JSON's types: an infinite error (of NaN) becomes the text "inf", and empty fields are left out."""
-    if isinstance(value, dict):
-        return {key: _plain(x) for key, x in value.items() if x not in (None, "", {}, ()) or key == "where"}
-    if isinstance(value, (list, tuple)):
-        return [_plain(x) for x in value]
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
-        return str(value)
-    return value
-
-
 def write(record: Record, path: Path) -> None:
     """Write one JSON object that `read` takes, completely, or leave the old file.
 
     Raises:
         OSError: it cannot be written.
     """
-    data = {"schema": SCHEMA, **_plain(dataclasses.asdict(record))}
-    write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", path)
-
-
-def write_text(text: str, path: Path) -> None:
-    """Write a file completely, or leave the old one.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    text = json.dumps({"schema": SCHEMA, **_plain(record)}, indent=1, allow_nan=False) + "\n"
     cache.write(path, text.encode())
+
+
+def _plain(value: Any) -> Any:
+    """The same in JSON's types: an infinite error (of NaN) becomes the text "inf", and empty fields are left out."""
+    if isinstance(value, Timing):
+        spread, samples = value.spread_ms, [_rounded(sample) for sample in value.samples_ms]
+        value = {"median_ms": _rounded(value.median_ms), "spread_ms": spread and _rounded(spread), "samples_ms": samples}
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, dict):
+        return {key: _plain(x) for key, x in value.items() if x not in (None, "", {}, ()) or key == "where"}
+    if isinstance(value, (list, tuple)):
+        return [_plain(x) for x in value]
+    return str(value) if value in (math.inf, -math.inf) else value
+
+
+def _rounded(milliseconds: float) -> float:
+    return float(f"{milliseconds:.{_DIGITS}g}")
 
 
 def read(path: Path) -> Record:
@@ -193,13 +179,9 @@ def read(path: Path) -> Record:
     if data["schema"] != SCHEMA:
         raise ValueError(f"has schema {data['schema']!r}; this version of evoattn reads {SCHEMA}")
     try:
-        return Record(
-            machine=dict(data["machine"]),
-            settings=dict(data.get("settings", {})),
-            problems=[_problem(problem) for problem in data.get("problems", [])],
-            finished=str(data["finished"]),
-            ceilings=dict(data.get("ceilings", {})),
-        )
+        parts = {name: dict(data.get(name, {})) for name in ("settings", "ceilings")}
+        problems = [_problem(problem) for problem in data.get("problems", [])]
+        return Record(dict(data["machine"]), problems=problems, finished=str(data["finished"]), **parts)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"is damaged: {type(error).__name__}: {error}") from None
 
@@ -207,19 +189,15 @@ def read(path: Path) -> Record:
 def _problem(data: dict[str, Any]) -> Problem:
     sizes = dict(data["workload"])
     sizes["length_axes"] = tuple(sizes.get("length_axes", ("lq", "lk")))
-    results = [_result(result) for result in data.get("results", [])]
-    return Problem(Workload(**sizes), str(data["dtype"]), data.get("bytes"), results)
+    return Problem(Workload(**sizes), str(data["dtype"]), data.get("bytes"), [_result(x) for x in data.get("results", [])])
 
 
 def _result(data: dict[str, Any]) -> Result:
-    fields = dict(data)
-    for name in ("errors", "host_us"):
-        fields[name] = {key: float(value) for key, value in fields.get(name, {}).items()}
-    fields["times"] = {name: _timing(time) for name, time in fields.get("times", {}).items()}
-    return Result(**fields)
+    numbers = {field: {key: float(x) for key, x in data.get(field, {}).items()} for field in ("errors", "host_us")}
+    times = {key: Timing(_samples(time)) for key, time in data.get("times", {}).items()}
+    return Result(**{**data, **numbers, "times": times})
 
 
-def _timing(data: dict[str, Any]) -> Timing:
-    spread = data.get("spread_ms")
-    samples = tuple(map(float, data.get("samples_ms", ())))
-    return Timing(float(data["median_ms"]), None if spread is None else float(spread), samples)
+def _samples(time: dict[str, Any]) -> tuple[float, ...]:
+    """The rounds of a timing. Some records have the median alone."""
+    return tuple(map(float, time.get("samples_ms") or (time["median_ms"],)))

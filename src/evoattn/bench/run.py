@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from evoattn.bench import attentions
 from evoattn.bench.clock import Clock
-from evoattn.bench.contender import Contender, Runner, one_line, out_of_memory, status, worst
+from evoattn.bench.contender import Contender, LeftOutError, Runner, UntimedError, check
 from evoattn.bench.memory import peak_bytes, release, too_much
 from evoattn.bench.record import Problem, Record, Result, Timing
 from evoattn.workloads import Workload
@@ -21,6 +20,9 @@ from evoattn.workloads import Workload
 _HOST_CALLS = 7
 _HOST_S = 0.5
 """Calls that measure the host's time, or three if all of them would take longer than this."""
+
+Say = Callable[[str], object]
+"""Called with each step in words."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +73,9 @@ def run(
     try:
         for dtype in plan.dtypes:
             for workload in plan.workloads:
-                problem, done = Problem(workload, dtype, None), len(record.problems)
-                _measure(plan, problem, device, clock, lambda what, done=done: say(done, what))  # type: ignore[misc]
+                problem = Problem(workload, dtype, None)
+                words = f"{workload.name}, {dtype}"
+                _measure(plan, problem, device, clock, lambda what, words=words: say(len(record.problems), f"{words}: {what}"))  # type: ignore[misc]
                 record.problems.append(problem)
                 after_problem(record)
         record.finished = "complete"
@@ -81,33 +84,28 @@ def run(
     return record
 
 
-def _measure(plan: Plan, problem: Problem, device: torch.device, clock: Clock, say: Callable[[str], object]) -> None:
+def _measure(plan: Plan, problem: Problem, device: torch.device, clock: Clock, say: Say) -> None:
     """Verify and time all contenders on one problem. Without memory for it, the results have the reason."""
-    name, dtype = f"{problem.workload.name}, {problem.dtype}", getattr(torch, problem.dtype)
-    say(f"{name}: float64 truth")
-    reason = attentions.too_large(problem.workload, dtype, device)
-    try:
-        if reason is None:
-            _measure_attention(plan, problem, dtype, device, clock, lambda what: say(f"{name}: {what}"))
-    except Exception as error:
-        if not out_of_memory(error):
-            raise
-        reason = "the inputs and their float64 truth do not fit into memory"
-    if reason is not None:
-        names = ["evoattn" if backend == "auto" else f"evoattn/{backend}" for backend in plan.backends]
-        problem.results = [Result(name, "left out", reason) for name in (*names, *plan.peers)]
     release(device)
-
-
-def _measure_attention(
-    plan: Plan, problem: Problem, dtype: torch.dtype, device: torch.device, clock: Clock, say: Callable[[str], object]
-) -> None:
-    inputs = attentions.inputs_of(problem.workload, dtype, device)
+    workload, dtype = problem.workload, getattr(torch, problem.dtype)
+    say("float64 truth")
+    try:
+        if reason := attentions.too_large(workload, dtype, device):
+            raise LeftOutError(reason)
+        inputs = attentions.inputs_of(workload, dtype, device)
+        expected = attentions.truth(inputs)
+    except Exception as error:
+        if not isinstance(error, LeftOutError) and not out_of_memory(error):
+            raise
+        reason = str(error) if isinstance(error, LeftOutError) else "the inputs and their float64 truth do not fit into memory"
+        names = ["evoattn" if backend == "auto" else f"evoattn/{backend}" for backend in plan.backends]
+        problem.results = [Result(name, LeftOutError.status, reason) for name in (*names, *plan.peers)]
+        return
     problem.bytes = attentions.io_bytes(inputs)
     contenders = attentions.contenders(inputs, plan.backends, plan.peers, backward=plan.passes != ("forward",))
     if any(contender.compiles for contender, _ in contenders):
         torch._dynamo.reset()
-    expected, runners = attentions.truth(inputs), []
+    runners: list[tuple[Result, Runner]] = []
     for contender, result in contenders:
         say(contender.name)
         problem.results.append(result)
@@ -137,51 +135,51 @@ def verify(
         passes: if only "forward", no gradient is computed.
         roundings: how many times the contenders of this problem round to its dtype.
     """
-    dtype, device, scores = getattr(torch, problem.dtype), inputs.do.device, problem.workload.scores
-    runner = None
-    if reason := too_much(int(contender.score_copies * scores * dtype.itemsize), device, " of scores"):
-        result.mark_untimed("left out", f"would hold {reason}")
-        return None
+    dtype, device, runner = getattr(torch, problem.dtype), inputs.do.device, None
+    scores = int(contender.score_copies * problem.workload.scores * dtype.itemsize)
     try:
+        if reason := too_much(scores, device, " of scores"):
+            raise LeftOutError(f"would hold {reason}")
         start = time.perf_counter()
         runner = Runner(contender, inputs, scores)
-        result.errors = runner.forward_error(expected)
-        if wrong := worst(result.errors, dtype, roundings):
-            result.mark_untimed("wrong", wrong)
-        elif passes != ("forward",):
-            wrong = _gradients(runner, result, expected, dtype, roundings)
-            if wrong:
-                result.mark_untimed("partial" if "forward" in passes else "wrong", f"backward: {wrong}")
+        result.errors = runner.output_error(expected)
+        check(result.errors, dtype, roundings)
+        if passes != ("forward",):
+            _verify_gradients(runner, result, expected, dtype, passes, roundings)
         result.first_call_s = round(time.perf_counter() - start, 3)
         if result.status == "ok":
             result.peak_bytes = peak_bytes(runner.forward if passes == ("forward",) else runner.both, device)
+        return runner
     except Exception as error:  # whatever a peer raises is its reason, and the run goes on
-        result.status, result.reason = status(error), one_line(error)
-    if result.status not in ("ok", "partial"):
-        runner = None
-        release(device)
-    return runner
+        result.status, result.reason = why_untimed(error)
+    del runner
+    release(device)
+    return None
 
 
-def _gradients(runner: Runner, result: Result, expected: dict[str, Tensor], dtype: torch.dtype, roundings: int) -> str | None:
-    """Note the errors of all gradients. Return what is wrong with them."""
+def _verify_gradients(
+    runner: Runner, result: Result, expected: dict[str, Tensor], dtype: torch.dtype, passes: tuple[str, ...], roundings: int
+) -> None:
+    """Note the errors of all gradients. If they are wrong or missing, the forward alone is timed, where it is wanted."""
     try:
         errors = runner.gradient_errors(expected)
+        result.errors |= errors
+        check(errors, dtype, roundings)
     except Exception as error:
-        return one_line(error)
-    result.errors |= errors
-    return worst(errors, dtype, roundings)
+        if "forward" not in passes:
+            raise
+        result.status, result.reason = "partial", f"backward: {why_untimed(error)[1]}"
 
 
 @dataclasses.dataclass
 class _Pass:
-    """A pass of a runner, to be timed `count` calls at a time. The result gets the time."""
+    """A pass of a runner, to be timed `count` calls at a time. The result gets the time, or the reason why there is none."""
 
     result: Result
     runner: Runner
     name: str
     count: int = 1
-    samples_ms: list[float] = dataclasses.field(default_factory=list)
+    samples_ms: tuple[float, ...] = ()
 
     def seconds(self, clock: Clock) -> float:
         """Mean seconds of one call."""
@@ -190,6 +188,7 @@ class _Pass:
 
     def warm_up(self, clock: Clock) -> None:
         """Choose the calls of a round by two calls, and measure the host's time."""
+        self.runner.rotate()
         seconds, most = min(self.seconds(clock) for _ in range(2)), self.runner.most_calls(self.name)
         calls = min(_HOST_CALLS if _HOST_CALLS * seconds < _HOST_S else 3, most)
         self.runner.prepare(self.name, calls)
@@ -200,13 +199,19 @@ class _Pass:
 
     def add_round(self, clock: Clock) -> None:
         """Time one more round."""
-        self.samples_ms.append(1e3 * self.seconds(clock))
-        self.result.times[self.name] = Timing.of(self.samples_ms)
+        self.samples_ms += (1e3 * self.seconds(clock),)
+        self.result.times[self.name] = Timing(self.samples_ms)
+
+    def attempt(self, step: Callable[[_Pass, Clock], None], clock: Clock) -> None:
+        """Take a step, unless one failed before."""
+        try:
+            if self.result.status in ("ok", "partial"):
+                step(self, clock)
+        except Exception as error:  # such as memory that the others have filled since the first call
+            (self.result.status, self.result.reason), self.result.times = why_untimed(error), {}
 
 
-def time_in_turn(
-    runners: list[tuple[Result, Runner]], passes: tuple[str, ...], rounds: int, clock: Clock, say: Callable[[str], object]
-) -> None:
+def time_in_turn(runners: list[tuple[Result, Runner]], passes: tuple[str, ...], rounds: int, clock: Clock, say: Say) -> None:
     """Time each pass of each runner once a round, so that a drifting clock affects all.
 
     Args:
@@ -216,23 +221,38 @@ def time_in_turn(
         clock: measures the calls.
         say: called with each step in words.
     """
-    timed: list[_Pass] = []
-
-    def attempt(result: Result, step: Callable[[], object]) -> None:
-        if result.status not in ("ok", "partial"):
-            return
-        try:
-            step()
-        except Exception as error:  # such as memory that the others have filled since the first call
-            result.status, result.reason, result.times = status(error), one_line(error), {}
-
-    for result, runner in runners:
-        say(f"{result.name}, warm-up")
-        attempt(result, runner.rotate)
-        for name in passes if result.status == "ok" else ("forward",):
-            timed.append(_Pass(result, runner, name))
-            attempt(result, functools.partial(timed[-1].warm_up, clock))
+    timed = [
+        _Pass(result, runner, name)
+        for result, runner in runners
+        for name in (passes if result.status == "ok" else ("forward",))
+    ]
+    for one in timed:
+        say(f"{one.result.name}, warm-up")
+        one.attempt(_Pass.warm_up, clock)
     for number in range(rounds):
         say(f"round {number + 1} of {rounds}")
         for one in timed:
-            attempt(one.result, functools.partial(one.add_round, clock))
+            one.attempt(_Pass.add_round, clock)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """On a CPU torch raises a plain RuntimeError, with one text on Linux and another elsewhere."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    texts = ("can't allocate memory", "not enough memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def why_untimed(error: Exception) -> tuple[str, str]:
+    """The status of a contender that raised, and the reason in one line, short enough for a table."""
+    if out_of_memory(error):
+        return "failed", "out of memory"
+    if isinstance(error, ModuleNotFoundError):
+        return "absent", f"{(error.name or 'it').split('.')[0]} is not installed"
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    if isinstance(error, UntimedError):
+        status, text = error.status, line
+    else:
+        status = "absent" if isinstance(error, ImportError) else "failed"
+        text = f"{type(error).__name__}: {line}" if line else repr(error)
+    return status, text if len(text) <= 200 else text[:197] + "..."

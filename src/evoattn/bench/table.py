@@ -40,10 +40,8 @@ def _time(result: Result, name: str) -> str:
     time = result.times.get(name)
     if time is None:
         return "-"
-    digits = 3 if time.median_ms < 100 else 1
-    if time.spread_ms is None:
-        return f"{time.median_ms:.{digits}f}"
-    return f"{time.median_ms:.{digits}f} ±{50 * time.spread_ms / time.median_ms:.0f}%"
+    median = f"{time.median_ms:.{3 if time.median_ms < 100 else 1}f}"
+    return median if time.spread_ms is None else f"{median} ±{50 * time.spread_ms / time.median_ms:.0f}%"
 
 
 def problem_table(problem: Problem) -> list[list[str]]:
@@ -70,15 +68,13 @@ def problem_table(problem: Problem) -> list[list[str]]:
     return rows
 
 
-def aligned(rows: list[list[str]], *, rule: bool = False) -> str:
-    """Columns aligned with spaces: numbers to the right, the first and the last to the left; with a rule below the head."""
+def aligned(rows: list[list[str]]) -> str:
+    """Columns aligned with spaces: numbers to the right, the first and the last to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *numbers, last in rows:
         cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=False)), last]
         lines.append("  ".join(cells).rstrip())
-    if rule:
-        lines.insert(1, "\u2500" * max(map(len, lines)))
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from evoattn.backends import AUTO_ORDER
 from evoattn.bench import attentions
 from evoattn.bench.clock import Clock
-from evoattn.bench.contender import Runner, worst
+from evoattn.bench.contender import Runner, check
 from evoattn.bench.peers import backend_peer
 from evoattn.bench.record import Result, Timing
 from evoattn.bench.run import time_in_turn
@@ -178,9 +178,8 @@ class _Climb:
         self.tried += 1
         try:
             runner = self._runner(config)
-            errors = (runner.forward_error if self.direction == "forward" else runner.errors)(self.expected)
-            if worst(errors, self.inputs.q.dtype):
-                raise ArithmeticError("wrong")
+            errors = runner.output_error if self.direction == "forward" else runner.errors
+            check(errors(self.expected), self.inputs.q.dtype)
             return self._times(_ROUNDS, runner)[0].median_ms
         except Exception:  # too much shared memory, a refusal, a wrong result: this config is none
             self.failed += 1

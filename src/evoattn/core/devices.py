@@ -8,8 +8,11 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import platform
+import re
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,6 +106,24 @@ def installed_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@functools.cache
+def processor() -> str:
+    """The name of the CPU."""
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        if found := re.search(r"^model name\s*:\s*(.*\S)", text, re.MULTILINE):
+            return " ".join(found[1].split())
+    return platform.machine() or "processor"
+
+
+def driver_version() -> str | None:
+    """NVIDIA's driver, as the kernel module tells it; None where there is none."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"Module\s+(?:for \S+\s+)?(\d[\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+        return found[1] if found else None
+    return None
 
 
 def processors(device: torch.device | None = None) -> int:

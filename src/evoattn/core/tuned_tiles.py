@@ -90,7 +90,7 @@ def machine(on_cpu: bool) -> dict[str, str | None]:
     """The machine and the versions for which a table holds."""
     return {
         "device": _device(on_cpu),
-        "driver": None if on_cpu else driver_version(),
+        "driver": None if on_cpu else devices.driver_version(),
         "triton": None if on_cpu else devices.installed_version("triton"),
         "evoattn": __version__,
     }
@@ -99,30 +99,13 @@ def machine(on_cpu: bool) -> dict[str, str | None]:
 def _device(on_cpu: bool) -> str | None:
     """The name of the processor, or of the GPU that plans are made for; None if there is none."""
     if on_cpu:
-        return f"cpu {_processor()}"
+        return f"cpu {devices.processor()}"
     card = devices.planned()
     if card is not None:
         return card.name
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
-
-
-@functools.cache
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
-        if found:
-            return found[1].strip()
-    return os.uname().machine if hasattr(os, "uname") else "processor"
-
-
-def driver_version() -> str | None:
-    """NVIDIA's driver, as the kernel module tells it; None where there is none."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"Module\s+(?:for \S+\s+)?(\d[\d.]+)", Path("/proc/driver/nvidia/version").read_text())
-        return found[1] if found else None
-    return None
 
 
 @functools.cache

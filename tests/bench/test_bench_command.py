@@ -106,8 +106,8 @@ REFUSED = {
     "layer": (["--workloads", "layer384"], r"--workloads: no workload 'layer384'; expected one of tri384, "),
     "rounds": (["--rounds", "1"], r"--rounds: expected a whole number from 2 up, got '1'"),
     "place": (["--json", "no/a.json"], r"--json 'no/a\.json': there is no directory 'no'; expected one that exists"),
-    "folder": (["--json", "."], r"--json '\.': is a directory; expected the name of a file"),
-    "json": (["--json", "a.txt"], r"--json 'a\.txt': expected a name that ends in \.json"),
+    "folder": (["--json", "."], r"--json '\.': expected the name of a file that ends in \.json"),
+    "json": (["--json", "a.txt"], r"--json 'a\.txt': expected the name of a file that ends in \.json"),
 }
 
 

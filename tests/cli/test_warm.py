@@ -120,9 +120,9 @@ def test_no_home_is_told_apart_from_an_empty_variable(
 ) -> None:
     """As for a user whom the system does not know, in a container."""
     monkeypatch.delenv("EVOATTN_CACHE_DIR")
-    monkeypatch.setattr(warm, "folder", lambda: None)
+    monkeypatch.setattr("evoattn.compile.cache.folder", lambda: None)
     assert cli.main(["warm", *SMALL]) == 2
-    assert "no home folder is known to keep kernels in: name a folder in EVOATTN_CACHE_DIR" in capsys.readouterr().err
+    assert "no home folder is known: name a folder in EVOATTN_CACHE_DIR" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_refused_first(
@@ -161,7 +161,7 @@ def test_a_folder_that_is_there_and_takes_no_file_is_refused(
     (cache / "triton").mkdir()
     monkeypatch.setattr(warm, "warm", lambda wish: pytest.fail("it compiles"))
     monkeypatch.setattr(warm, "why_not", lambda backend: None)
-    monkeypatch.setattr(warm, "try_to_write_in", refuse)
+    monkeypatch.setattr(warm, "try_to_write", refuse)
     assert cli.main(["warm", *SMALL]) == 2
     assert tried == [cache / "triton"]
     assert "cannot be written: Permission denied; TRITON_CACHE_DIR names another folder" in capsys.readouterr().err

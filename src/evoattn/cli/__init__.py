@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import io
 import sys
-from typing import NoReturn
 
 from evoattn._version import __version__
 from evoattn.cli import bench, doctor, run, tune, warm
-from evoattn.cli.terminal import RefusedError, tell, write_no_more
+from evoattn.cli.terminal import Parser, RefusedError, tell, write_no_more
 
 _ABOUT = """\
 Evoformer attention, the attention of the AlphaFold family: exact and memory-efficient.
@@ -30,24 +28,20 @@ bad input or a missing extra; 130 interrupted
 """
 
 
+_COMMANDS = {"doctor": doctor, "run": run, "warm": warm, "bench": bench, "tune": tune}
+"""Each module has its texts `HELP`, `ABOUT` and `EPILOG`, the functions `add_options` and `run`."""
+
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="evoattn", description=_ABOUT, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parser() -> Parser:
+    parser = Parser(prog="evoattn", description=_ABOUT, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"evoattn {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (doctor, run, warm, bench, tune):
-        command.add_parser(commands)
-    for command_parser in commands.choices.values():
-        command_parser.set_defaults(parser=command_parser)
+    for name, command in _COMMANDS.items():
+        one = commands.add_parser(name, help=command.HELP, description=command.ABOUT, epilog=command.EPILOG)
+        one.set_defaults(run=command.run, parser=one)
+        command.add_options(one)
     return parser
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -13,15 +14,14 @@ from evoattn.bench import compare, machine, table
 from evoattn.bench.clock import clock_for
 from evoattn.bench.peers import PEERS
 from evoattn.bench.record import PASSES, Record, read, write
-from evoattn.bench.run import Plan, run
+from evoattn.bench.run import Plan
+from evoattn.bench.run import run as measure
 from evoattn.cli.terminal import (
     RefusedError,
-    add_command,
-    check_output,
+    check_json,
     count_progress,
     pick,
     refusing,
-    try_to_write,
     whole_number,
 )
 from evoattn.workloads import WORKLOADS, Workload, workload
@@ -32,14 +32,16 @@ _BACKENDS = ("auto", *BACKENDS)
 _USUAL = {"cuda": ("tri384", "tri397", "msa_row", "single768"), "cpu": ("tri64", "tri128", "msa_row128n128", "single256")}
 """Workloads that take minutes with all peers: kernels compile for each of them."""
 
-_ABOUT = """\
+HELP = "speed, memory and error next to every peer that is installed"
+
+ABOUT = """\
 Measures attention as the AlphaFold family runs it, forward and backward: evoattn's backends and every peer that is
 installed (FlexAttention, cuEquivariance, TriFast, TurboPairFormer, OpenFold-3's Triton kernel, DeepSpeed, SDPA, dense
 torch, the same compiled). All run in one process on the same inputs, in interleaved rounds, over more inputs than the
 cache holds. Outputs and gradients are compared with float64 first: what is wrong gets no time.
 """
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   evoattn bench                                      four usual workloads, in minutes
   evoattn bench --workloads all --json mine.json     all of them
@@ -52,11 +54,8 @@ exit status: 0 all is well; 1 evoattn was wrong, or slower than before by more t
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `bench` to the command line."""
-    parser = add_command(
-        commands, "bench", run_command, "speed, memory and error next to every peer that is installed", _ABOUT, _EPILOG
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `bench`."""
     what = parser.add_argument_group("what is measured")
     what.add_argument("--list", action="store_true", help="print the workloads and end")
     what.add_argument(
@@ -82,7 +81,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
 
 
-def run_command(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the command; everything that can be refused is, before any work."""
     if arguments.compare:
         return _compare(arguments)
@@ -91,20 +90,27 @@ def run_command(arguments: argparse.Namespace) -> int:
         return 0
     device = pick(arguments.device)
     plan = _plan(arguments, device)
-    path = None if arguments.json is None else check_output(arguments.json, "--json", ".json")
+    path: Path | None = arguments.json
+    if path is not None:
+        check_json(path)
     record = Record(machine.facts(device, arguments.commit), {**plan.settings(), "note": arguments.note})
 
-    def try_to_write_record(record: Record) -> RefusedError | None:
-        return None if path is None else try_to_write("--json", path, lambda: write(record, path))
+    def keep(record: Record) -> None:
+        if path is not None:
+            write(record, path)
 
-    problems = len(plan.workloads) * len(plan.dtypes)
-    with count_progress(problems) as progress:  # what cannot be written now is tried again at the end
-        run(plan, record, device, clock_for(device), progress, try_to_write_record)
-    unwritten = try_to_write_record(record)
-    print(table.as_text(record))
-    status = _status(record)
-    if unwritten:
-        raise unwritten
+    def try_to_keep(record: Record) -> None:
+        with contextlib.suppress(OSError):  # it is tried again at the end
+            keep(record)
+
+    with count_progress(len(plan.workloads) * len(plan.dtypes)) as progress:
+        measure(plan, record, device, clock_for(device), progress, try_to_keep)
+    try:
+        with refusing(f"--json {str(path)!r}: cannot be written"):
+            keep(record)
+    finally:  # what was measured is shown all the same
+        print(table.as_text(record))
+        status = _status(record)
     return status
 
 

@@ -15,7 +15,6 @@ import torch
 import evoattn
 from evoattn import testing
 from evoattn.bench import machine
-from evoattn.cli.terminal import add_command
 from evoattn.core.problem import dtype_name
 from evoattn.testing.judging import verdict
 
@@ -43,13 +42,15 @@ CASES = (
 SECONDS = 8.0
 """Seconds of all checks, the oracle included."""
 
-_ABOUT = """\
+HELP = "versions, devices, backends, and a self-check of the numbers"
+
+ABOUT = """\
 Shows the versions of what evoattn runs on, the devices, every backend with the reason where it cannot run, and
 which backend `auto` takes for each dtype. Then checks every available backend on each device, in about ten seconds
 (more where kernels are compiled first): output, LSE and all gradients of awkward calls, against float64.
 """
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   evoattn doctor
   evoattn doctor --json > report.json      one JSON object, to keep or to attach to a report of a problem
@@ -58,11 +59,8 @@ exit status: 0 the self-check held; 1 it did not; 2 bad options
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `doctor` to the command line."""
-    parser = add_command(
-        commands, "doctor", run, "versions, devices, backends, and a self-check of the numbers", _ABOUT, _EPILOG
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `doctor`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 

@@ -16,17 +16,19 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from evoattn.cli.terminal import RefusedError, add_command, tell
+from evoattn.cli.terminal import RefusedError, tell
 from evoattn.clients import running
 from evoattn.clients.patching import NAMES, client
 from evoattn.clients.releases import UnknownRelease, check_files
 
-_ABOUT = """\
+HELP = "a program with its attention computed by evoattn"
+
+ABOUT = """\
 Runs a program whose attention evoattn computes, as `evoattn.patch` does, in the program and in its child processes.
 At the end one line on stderr counts the attentions, layers and blocks that were ours, the backends, and all others and why.
 """
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   evoattn run boltz predict input.yaml
   evoattn run --patch openfold3 run_openfold predict --query_json query.json
@@ -49,9 +51,8 @@ _TERMINAL_SIGNALS = {getattr(signal, name, None) for name in ("SIGINT", "SIGQUIT
 """Signals that a terminal sends to every process of its foreground group."""
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `run` to the command line."""
-    parser = add_command(commands, "run", run, "a program with its attention computed by evoattn", _ABOUT, _EPILOG)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `run`."""
     parser.usage = "evoattn run [-h] [--patch NAME] [--no-layers] [--no-graphs] (PROGRAM | -m MODULE) [ARGUMENTS ...]"
     parser.add_argument(
         "--patch",

@@ -7,13 +7,14 @@ import contextlib
 import importlib.util
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, NoReturn, TextIO
 
 import torch
+
+from evoattn.compile import cache
 
 
 class RefusedError(Exception):
@@ -35,19 +36,14 @@ def write_no_more(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def add_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    help_line: str,
-    about: str,
-    epilog: str,
-) -> argparse.ArgumentParser:
-    """Add a command that `run` runs, with its texts shown as they are, and return its parser."""
-    shown = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser(name, help=help_line, description=about, epilog=epilog, formatter_class=shown)
-    parser.set_defaults(run=run)
-    return parser
+class Parser(argparse.ArgumentParser):
+    """An argument parser that shows its texts as they are, and whose errors are one line."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def whole_number(least: int) -> Callable[[str], int]:
@@ -71,18 +67,25 @@ def refusing(cannot: str, remedy: str = "") -> Iterator[None]:
         raise RefusedError(f"{cannot}: {error.strerror or error}{remedy}") from None
 
 
-def refusing_place(place: Path, variable: str) -> contextlib.AbstractContextManager[None]:
+def kept_folder() -> Path:
+    """The folder of what evoattn keeps on this machine.
+
+    Raises:
+        RefusedError: nothing is to be kept, or no folder is known.
+    """
+    place = cache.folder()
+    if place is None and cache.VARIABLE in os.environ:
+        raise RefusedError(
+            f"{cache.VARIABLE} is empty, which means that nothing is kept; expected a folder, or the variable unset"
+        )
+    if place is None:
+        raise RefusedError(f"no home folder is known: name a folder in {cache.VARIABLE}")
+    return place
+
+
+def refusing_place(place: Path, variable: str = cache.VARIABLE) -> contextlib.AbstractContextManager[None]:
     """Refuse if this block cannot write a file or folder that an environment variable may move."""
     return refusing(f"{place}: cannot be written", f"; {variable} names another folder")
-
-
-def try_to_write(option: str, path: Path, write: Callable[[], None]) -> RefusedError | None:
-    """Write a file of an option. Return the refusal if that fails, so that results are shown first."""
-    try:
-        write()
-    except OSError as error:
-        return RefusedError(f"{option} {str(path)!r}: cannot be written: {error.strerror or error}")
-    return None
 
 
 def pick(name: str) -> torch.device:
@@ -97,33 +100,15 @@ def pick(name: str) -> torch.device:
     return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
 
 
-def try_to_write_in(folder: Path) -> None:
-    """Make a folder if it is missing, and a file in it that is removed. Permissions alone do not tell if that works for root.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(prefix=".evoattn-", dir=folder):
-        pass
-
-
-def check_output(output: Path, option: str, suffix: str) -> Path:
-    """The path, if a file can be written there.
-
-    Raises:
-        RefusedError: its directory does not exist or is not writable, it is a directory, or its name does not end as it should.
-    """
-    shown, folder = f"{option} {str(output)!r}", output.parent
-    if output.is_dir():
-        raise RefusedError(f"{shown}: is a directory; expected the name of a file")
-    if output.suffix.lower() != suffix:
-        raise RefusedError(f"{shown}: expected a name that ends in {suffix}")
+def check_json(output: Path) -> None:
+    """Refuse the name of a file of JSON if no file can be written there."""
+    shown, folder = f"--json {str(output)!r}", output.parent
+    if output.suffix.lower() != ".json" or output.is_dir():
+        raise RefusedError(f"{shown}: expected the name of a file that ends in .json")
     if not folder.is_dir():
         raise RefusedError(f"{shown}: there is no directory {str(folder)!r}; expected one that exists")
     with refusing(f"{shown}: the directory {str(folder)!r} is not writable"):
-        try_to_write_in(folder)
-    return output
+        cache.try_to_write(folder)
 
 
 EVERY_S = 5.0

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from pathlib import Path
 
 import torch
 
@@ -14,25 +12,26 @@ from evoattn.bench.clock import clock_for
 from evoattn.cli import tile_search
 from evoattn.cli.bench import workloads_of
 from evoattn.cli.terminal import (
-    RefusedError,
-    add_command,
     count_progress,
+    kept_folder,
     pick,
     refusing_place,
-    try_to_write_in,
     whole_number,
 )
 from evoattn.cli.tile_search import Tuned
+from evoattn.compile.cache import try_to_write
 from evoattn.core import tuned_tiles
 from evoattn.workloads import Workload
 
-_ABOUT = """\
+HELP = "better tile sizes for this machine and your shapes: a luxury"
+
+ABOUT = """\
 Tries tile sizes around the built-in choice on this machine, and keeps what is faster beyond the noise and by 3% or
 more in a table of yours, which later calls of any program read once and use for problems of about the same size.
 The built-in choice is good without it. Every config is compared with float64 before it is timed.
 """
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   evoattn tune                                     usual shapes, a few minutes
   evoattn tune --workloads tri500 msa_row --dtypes bfloat16
@@ -46,7 +45,6 @@ exit status: 0 all is well; 2 bad options, or a table that cannot be written; 13
 are kept
 """
 
-_VARIABLE = "EVOATTN_CACHE_DIR"
 _DTYPES = ("bfloat16", "float16", "float32")
 _USUAL = {
     "cuda": ("tri384", "tri256", "msa_row", "msa_column", "tri768", "diffusion768", "single768", "tri397"),
@@ -54,9 +52,8 @@ _USUAL = {
 }
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `tune` to the command line."""
-    parser = add_command(commands, "tune", run, "better tile sizes for this machine and your shapes: a luxury", _ABOUT, _EPILOG)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `tune`."""
     parser.add_argument("--workloads", nargs="+", metavar="NAME", help="as in evoattn bench, such as tri500")
     parser.add_argument("--dtypes", nargs="+", choices=_DTYPES, help="default: bfloat16 on a GPU, float32 on the CPU")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is the GPU if there is one")
@@ -70,11 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     device = pick(arguments.device)
     on_cpu = device.type == "cpu"
-    place = tuned_tiles.path(on_cpu)
-    if place is None:
-        if _VARIABLE not in os.environ:
-            raise RefusedError("no home folder is known to keep a table in: name a folder in EVOATTN_CACHE_DIR")
-        raise RefusedError("EVOATTN_CACHE_DIR is empty, which means no table; expected a folder, or the variable unset")
+    folder = kept_folder()
     if arguments.clear:
         removed = tuned_tiles.clear(on_cpu)
         print(f"removed {removed}" if removed else f"there was none at {tuned_tiles.path(on_cpu)}")
@@ -84,26 +77,21 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     workloads = workloads_of(arguments.workloads, _USUAL[device.type])
     dtypes = dict.fromkeys(arguments.dtypes or ("float32" if on_cpu else "bfloat16",))
-    with refusing_place(place, _VARIABLE):  # before minutes of search: it could not be kept after them
-        try_to_write_in(place.parent)
+    with refusing_place(folder):  # before minutes of search: it could not be kept after them
+        try_to_write(folder)
     findings: list[Tuned] = []
     try:
-        _search([(w, dtype) for w in workloads for dtype in dtypes], device, arguments.budget, place, findings)
-    except KeyboardInterrupt:
-        print("evoattn tune: interrupted: the results so far are kept", file=sys.stderr)
-        return 130
-    except RefusedError:  # the table could not be written: show the findings, and do not say that they are kept
-        place = None
-        raise
-    finally:
-        _print(findings, device, place)
+        _search([(w, dtype) for w in workloads for dtype in dtypes], device, arguments.budget, findings)
+    finally:  # also where the table could not be written, or on Ctrl-C
+        _print(findings, device)
+    if any(one.config for one in findings):
+        print(f"\nkept in {tuned_tiles.path(on_cpu)}; evoattn tune --clear removes it")
     return 0
 
 
-def _search(
-    problems: list[tuple[Workload, str]], device: torch.device, budget_s: int, place: Path, findings: list[Tuned]
-) -> None:
+def _search(problems: list[tuple[Workload, str]], device: torch.device, budget_s: int, findings: list[Tuned]) -> None:
     """Search each problem within its share of the time left, and write each finding at once."""
+    on_cpu = device.type == "cpu"
     clock = clock_for(device)
     end = clock.now() + budget_s
     with count_progress(len(problems)) as progress:
@@ -121,11 +109,11 @@ def _search(
             for one in tile_search.tune(asked, dtype, device, clock, until, say):
                 findings.append(one)
                 if one.config is not None:
-                    with refusing_place(place, _VARIABLE):
-                        tuned_tiles.save({one.key: one.entry()}, device.type == "cpu")
+                    with refusing_place(kept_folder()):
+                        tuned_tiles.save({one.key: one.entry()}, on_cpu)
 
 
-def _print(findings: list[Tuned], device: torch.device, kept_in: Path | None) -> None:
+def _print(findings: list[Tuned], device: torch.device) -> None:
     print(f"{machine.name(device)}\n")
     if not findings:
         print("nothing was searched to its end, or nothing has tiles to choose (few queries and few keys have none)")
@@ -138,8 +126,6 @@ def _print(findings: list[Tuned], device: torch.device, kept_in: Path | None) ->
         about = (f"{one.workload}, {one.dtype}", one.backend, one.direction, f"{one.before_ms:.3f}", after, gain)
         rows.append([*about, str(one.tried), better + ("; time was over" if one.cut else "")])
     print(table.aligned(rows))
-    if kept_in and any(one.config for one in findings):
-        print(f"\nkept in {kept_in}; evoattn tune --clear removes it")
 
 
 def _words(fields: dict[str, int]) -> str:

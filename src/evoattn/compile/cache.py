@@ -66,14 +66,24 @@ def write(path: Path, data: bytes) -> None:
                 left.unlink()
 
 
+def try_to_write(folder: Path) -> None:
+    """Make a folder if it is missing, and a file in it that is removed. Permissions alone say little to root.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
 def takes_files(folder: Path) -> bool:
-    """Return whether files can be written there: it is tried, since permissions say little to root. The folder is made."""
+    """Return whether files can be written there. The folder is made."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return True
+        try_to_write(folder)
     except OSError:
         return False
+    return True
 
 
 @contextlib.contextmanager

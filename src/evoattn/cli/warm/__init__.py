@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -14,11 +13,11 @@ from pathlib import Path
 import torch
 
 from evoattn.backends import COMPILERS, Needed
-from evoattn.cli.terminal import RefusedError, add_command, count_progress, refusing_place, try_to_write_in, whole_number
+from evoattn.cli.terminal import RefusedError, count_progress, kept_folder, refusing_place, whole_number
 from evoattn.cli.warm.calls import Call, Launched, calls_of, why_not
 from evoattn.cli.warm.cards import ARCHITECTURES, cards_of, local_cards
 from evoattn.cli.warm.families import COARSE, DTYPES, FAMILIES, LENGTHS
-from evoattn.compile.cache import VARIABLE, folder
+from evoattn.compile.cache import VARIABLE, try_to_write
 from evoattn.compile.workers import Pool, Task, cores
 from evoattn.core.devices import Card, planned_for
 
@@ -29,13 +28,15 @@ _TRITON = "TRITON_CACHE_DIR"
 _CHUNK = 24
 """Calls whose kernels a worker finds at a time: a call takes 10 ms."""
 
-_ABOUT = """\
+HELP = "compile what a model family needs, before its first call"
+
+ABOUT = """\
 Compiles the kernels that a model family needs and keeps them, so that no first call waits for a compiler. It runs on all
 cores. It needs no GPU if --arch names the one that the kernels are for, as in a container build. Kernels that are there
 already are not compiled again. Ctrl-C keeps those that are finished.
 """
 
-_EPILOG = f"""\
+EPILOG = f"""\
 examples:
   evoattn warm                                       inference of every family, for this machine's GPU
   evoattn warm --model esmfold --arch sm_90a         without a GPU: for an H100, H200 or GH200
@@ -95,9 +96,8 @@ class Counts:
             self.folders.add(kernel.path.parent)
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `warm` to the command line."""
-    parser = add_command(commands, "warm", run, "compile what a model family needs, before its first call", _ABOUT, _EPILOG)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `warm`."""
     parser.add_argument(
         "--model", nargs="+", choices=tuple(FAMILIES), default=tuple(FAMILIES), metavar="NAME", help="families (default: all)"
     )
@@ -134,11 +134,7 @@ def check_folders(cards: tuple[Card, ...]) -> None:
     Raises:
         RefusedError: no folder is known, or one cannot be written. It names the variable that sets another.
     """
-    own = folder()
-    if own is None and VARIABLE in os.environ:
-        raise RefusedError(f"{VARIABLE} is empty, which means that nothing is kept; expected a folder, or the variable unset")
-    if own is None:
-        raise RefusedError(f"no home folder is known to keep kernels in: name a folder in {VARIABLE}, and one in {_TRITON}")
+    own = kept_folder()
     folders: dict[str, Path] = {}
     for card in cards:
         with planned_for(card):
@@ -148,7 +144,7 @@ def check_folders(cards: tuple[Card, ...]) -> None:
                 folders[_TRITON] = triton_folder()
     for variable, place in folders.items():
         with refusing_place(place, variable):
-            try_to_write_in(place)
+            try_to_write(place)
 
 
 def triton_folder() -> Path:
@@ -162,20 +158,16 @@ def warm(settings: Settings) -> int:
     tell_missing(settings.cards[0])
     counts: dict[str, Counts] = {}
     unknown: list[str] = []
-    interrupted, begun = False, time.monotonic()
-    with Pool(settings.jobs) as pool:
-        try:
+    begun = time.monotonic()
+    try:
+        with Pool(settings.jobs) as pool:
             _compile_missing(_find_all(settings, pool, unknown), pool, counts)
-        except KeyboardInterrupt:
-            interrupted = True
-    print(f"{'backend':<8} {'compiled':>8} {'there':>6} {'failed':>7} {'CPU s':>7} {'MB':>7}  folder")
-    for name, x in sorted(counts.items()):
-        folders = ", ".join(map(str, sorted(x.folders))) or "-"
-        print(f"{name:<8} {x.compiled:>8} {x.there:>6} {x.failed:>7} {x.seconds:>7.1f} {x.bytes / 1e6:>7.1f}  {folders}")
-    print(f"{_sum(counts, 'compiled')} kernels compiled in {time.monotonic() - begun:.1f} s")
-    if interrupted:
-        print("evoattn warm: interrupted: the kernels above are kept", file=sys.stderr)
-        return 130
+    finally:  # also after Ctrl-C: the finished kernels are kept
+        print(f"{'backend':<8} {'compiled':>8} {'there':>6} {'failed':>7} {'CPU s':>7} {'MB':>7}  folder")
+        for name, x in sorted(counts.items()):
+            folders = ", ".join(map(str, sorted(x.folders))) or "-"
+            print(f"{name:<8} {x.compiled:>8} {x.there:>6} {x.failed:>7} {x.seconds:>7.1f} {x.bytes / 1e6:>7.1f}  {folders}")
+        print(f"{_sum(counts, 'compiled')} kernels compiled in {time.monotonic() - begun:.1f} s")
     return 1 if unknown or _sum(counts, "failed") else 0
 
 

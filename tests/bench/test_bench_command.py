@@ -1,5 +1,6 @@
 """`evoattn bench` end to end: the table, the record that it writes, exit statuses, refusals in one line."""
 
+import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from evoattn.cli import bench
 from evoattn.core.inputs import Inputs, Outputs
 from evoattn.workloads import WORKLOADS
 
-from .conftest import a_record
+from .conftest import CPU, a_record
 
 SMALL = [
     "bench",
@@ -148,9 +149,11 @@ def test_compare_takes_no_other_option(option: str, tmp_path: Path, capsys: pyte
 
 
 def test_all_workloads_and_the_usual_ones() -> None:
-    assert bench.workloads_of(["tri16", "all"], ()) == WORKLOADS
+    asked = argparse.Namespace(device="cpu", workloads=["tri16", "all"], dtypes=None)
+    assert bench.problems_of(asked, bench._USUAL) == (CPU, WORKLOADS, ("float32",))
     for names in bench._USUAL.values():
-        assert [w.name for w in bench.workloads_of(None, names)] == list(names)
+        asked.workloads = None
+        assert [w.name for w in bench.problems_of(asked, {"cpu": names})[1]] == list(names)
 
 
 def test_the_list_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:

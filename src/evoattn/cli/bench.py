@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -58,10 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bench`."""
     what = parser.add_argument_group("what is measured")
     what.add_argument("--list", action="store_true", help="print the workloads and end")
-    what.add_argument(
-        "--workloads", nargs="+", metavar="NAME", help="from --list, or at another length, such as tri500; or all"
-    )
-    what.add_argument("--dtypes", nargs="+", choices=_DTYPES, help="default: bfloat16 on a GPU, float32 on the CPU")
+    add_problems(what, _DTYPES)
     what.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES, help="default: all")
     what.add_argument("--backends", nargs="+", choices=_BACKENDS, default=_BACKENDS, help="of evoattn (default: all)")
     what.add_argument(
@@ -70,7 +68,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=tuple(PEERS),
         help="default: all, on the CPU those that do not compile; none: --peers alone",
     )
-    what.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is the GPU where there is one")
     what.add_argument("--rounds", type=whole_number(2), default=7, metavar="R", help="rounds of timing (default: 7)")
     out = parser.add_argument_group("the record")
     out.add_argument("--json", type=Path, metavar="FILE", help="all that was measured, written after every problem")
@@ -81,6 +78,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_problems(options: argparse._ActionsContainer, dtypes: tuple[str, ...]) -> None:
+    """Add the options that choose problems, for `problems_of`."""
+    names = "from evoattn bench --list, or at another length, such as tri500; or all"
+    options.add_argument("--workloads", nargs="+", metavar="NAME", help=names)
+    options.add_argument("--dtypes", nargs="+", choices=dtypes, help="default: bfloat16 on a GPU, float32 on the CPU")
+    options.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is the GPU if there is one")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; everything that can be refused is, before any work."""
     if arguments.compare:
@@ -88,8 +93,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print("\n".join(f"{w.name:<16} {w.where}" for w in WORKLOADS))
         return 0
-    device = pick(arguments.device)
-    plan = _plan(arguments, device)
+    device, workloads, dtypes = problems_of(arguments, _USUAL)
+    peers = arguments.peers
+    if peers is None:
+        peers = [name for name, peer in PEERS.items() if not (peer.compiles and device.type == "cpu")]
+    passes, backends, peers = (tuple(dict.fromkeys(names)) for names in (arguments.passes, arguments.backends, peers))
+    plan = Plan(workloads, dtypes, passes, backends, peers, arguments.rounds)
     path: Path | None = arguments.json
     if path is not None:
         check_json(path)
@@ -146,29 +155,23 @@ def _status(record: Record) -> int:
     return status
 
 
-def _plan(arguments: argparse.Namespace, device: torch.device) -> Plan:
-    on_cpu = device.type == "cpu"
-    peers = tuple(name for name, peer in PEERS.items() if not (on_cpu and peer.compiles))
-    return Plan(
-        workloads=workloads_of(arguments.workloads, _USUAL[device.type]),
-        dtypes=tuple(dict.fromkeys(arguments.dtypes or ("float32" if on_cpu else "bfloat16",))),
-        passes=tuple(dict.fromkeys(arguments.passes)),
-        backends=tuple(dict.fromkeys(arguments.backends)),
-        peers=peers if arguments.peers is None else tuple(dict.fromkeys(arguments.peers)),
-        rounds=arguments.rounds,
-    )
+def problems_of(
+    arguments: argparse.Namespace, usual: Mapping[str, tuple[str, ...]]
+) -> tuple[torch.device, tuple[Workload, ...], tuple[str, ...]]:
+    """The device, and the workloads and dtypes without duplicates, that the options of `add_problems` name.
 
-
-def workloads_of(asked: list[str] | None, default: tuple[str, ...]) -> tuple[Workload, ...]:
-    """The workloads of these names, or of the default ones, without duplicates.
+    Args:
+        arguments: with these options.
+        usual: names of the default workloads for "cuda" and "cpu".
 
     Raises:
-        RefusedError: there is no such workload.
+        RefusedError: there is no such device or workload.
     """
-    names = asked or default
-    if "all" in names:
-        return WORKLOADS
+    device = pick(arguments.device)
+    names = arguments.workloads or usual[device.type]
+    dtypes = arguments.dtypes or ["bfloat16" if device.type == "cuda" else "float32"]
     try:
-        return tuple(dict.fromkeys(map(workload, names)))
+        workloads = WORKLOADS if "all" in names else tuple(dict.fromkeys(map(workload, names)))
     except ValueError as error:
         raise RefusedError(f"--workloads: {error}") from None
+    return device, workloads, tuple(dict.fromkeys(dtypes))

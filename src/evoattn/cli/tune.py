@@ -10,11 +10,10 @@ import torch
 from evoattn.bench import attentions, machine, table
 from evoattn.bench.clock import clock_for
 from evoattn.cli import tile_search
-from evoattn.cli.bench import workloads_of
+from evoattn.cli.bench import add_problems, problems_of
 from evoattn.cli.terminal import (
     count_progress,
     kept_folder,
-    pick,
     refusing_place,
     whole_number,
 )
@@ -54,9 +53,7 @@ _USUAL = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `tune`."""
-    parser.add_argument("--workloads", nargs="+", metavar="NAME", help="as in evoattn bench, such as tri500")
-    parser.add_argument("--dtypes", nargs="+", choices=_DTYPES, help="default: bfloat16 on a GPU, float32 on the CPU")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is the GPU if there is one")
+    add_problems(parser, _DTYPES)
     parser.add_argument("--budget", type=whole_number(1), default=300, metavar="S", help="seconds in all (default: 300)")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--show", action="store_true", help="print the table and measure nothing")
@@ -65,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    device = pick(arguments.device)
+    device, workloads, dtypes = problems_of(arguments, _USUAL)
     on_cpu = device.type == "cpu"
     folder = kept_folder()
     if arguments.clear:
@@ -75,8 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.show:
         _show(on_cpu)
         return 0
-    workloads = workloads_of(arguments.workloads, _USUAL[device.type])
-    dtypes = dict.fromkeys(arguments.dtypes or ("float32" if on_cpu else "bfloat16",))
     with refusing_place(folder):  # before minutes of search: it could not be kept after them
         try_to_write(folder)
     findings: list[Tuned] = []

@@ -309,7 +309,12 @@ def measure(which: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (PROCESSES,))
     if which == "many":
         return {**all_errors(mesh), "compiled": compiled(mesh, 2)}
-    errors = {"forward": a_forward(mesh), "two places": in_two_places(mesh), "compiled": compiled(mesh, 0), **with_weights(mesh)}
+    errors = {
+        "forward": a_forward(mesh),
+        "two places": in_two_places(mesh),
+        "compiled": compiled(mesh, 0),
+        **with_weights(mesh),
+    }
     return {"errors": errors, "gathers": gathers(mesh), "refused": refused(mesh)}
 
 

@@ -85,6 +85,12 @@ def test_hooks_on_projections_and_norms_run(original: nn.Module) -> None:
     assert sorted(seen) == sorted(children)
 
 
+QUICK = ("OpenFold, fused, incoming", "Boltz, outgoing")
+
+
+@pytest.mark.parametrize(
+    "original", [pytest.param(x, marks=[] if x in QUICK else pytest.mark.slow) for x in STAND_INS], indirect=True
+)
 def test_replaced_multiplication_copies_and_compiles(original: nn.Module) -> None:
     """Copies compute with parameters of their own."""
     z, mask = normal(2, 7, 7, CHANNELS), edges(2)

@@ -177,6 +177,11 @@ def test_every_norm_and_projection_may_be_wrapped(original: nn.Module) -> None:
     assert_wrapped(original, replaced, lambda: assert_equal_gradients(original, replaced, x))
 
 
+@pytest.mark.parametrize(
+    "original",
+    [pytest.param(x, id=x.__name__, marks=[] if x in (Gated, Esm) else pytest.mark.slow) for x in STAND_INS],
+    indirect=True,
+)
 def test_replaced_transition_copies_and_compiles(original: nn.Module) -> None:
     x = normal(2, 7, C)
     evoattn_nn.replace(original)

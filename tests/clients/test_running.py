@@ -75,7 +75,10 @@ def test_a_release_that_is_not_known_is_left_alone_and_named(program: Program) -
     assert (status, out) == (2, "") and "has another toy_client.layers:_attention" in line
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(x, id=x.name, marks=[] if x == signal.SIGTERM else pytest.mark.slow) for x in SIGNALS],
+)
 def test_signals_are_the_programs(program: Program, number: signal.Signals) -> None:
     """It handles the first, and dies of the second; calls before that count."""
     program.write(

@@ -47,7 +47,9 @@ def test_a_folder_that_the_program_removed_is_named(tmp_path: pathlib.Path) -> N
     assert line.startswith(f"nothing was counted: the program removed {gone}. A Python process that")
 
 
-@pytest.mark.parametrize("where", ["2>/dev/full", "2>&-", "2>pipe", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "where", ["2>/dev/full", "<&- >&- 2>&-", *(pytest.param(x, marks=pytest.mark.slow) for x in ("2>&-", "2>pipe"))]
+)
 def test_the_status_is_the_programs_if_the_line_cannot_be_written(where: str, tmp_path: pathlib.Path) -> None:
     """Standard error is full, closed, or has no reader."""
     where = where.replace("2>pipe", "2> >(exec true)")

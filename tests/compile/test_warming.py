@@ -147,11 +147,15 @@ def test_plans_for_another_card_are_not_kept() -> None:
     assert devices.planned() is None
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_attention_of_a_family_has_plans(name: str) -> None:
+ATTENTIONS = {attentions: name for name, attentions in FAMILIES.items()}
+"""Each tuple of attentions once: some families have the same."""
+
+
+@pytest.mark.parametrize("attentions", ATTENTIONS, ids=ATTENTIONS.values())
+def test_every_attention_of_a_family_has_plans(attentions: tuple[Attention, ...]) -> None:
     """On every architecture, in all its dtypes, at a length that divides by nothing."""
     for arch in ARCHITECTURES:
-        for call in calls.calls_of(FAMILIES[name], (77,), DTYPES, training=True):
+        for call in calls.calls_of(attentions, (77,), DTYPES, training=True):
             assert calls.find_all([call], cards_of(arch)[-1]), f"{call} on {arch}"
 
 

@@ -115,6 +115,7 @@ def test_a_problem_that_takes_too_long_fails() -> None:
     assert reports[1] == testing.Outcome("failed", "took longer than 1 s", ("took longer",))
 
 
+@pytest.mark.slow
 def test_a_worker_that_lost_its_gpu_is_replaced() -> None:
     with Workers(1, f"{JUDGES}:loses_the_gpu") as workers:
         first, second, third = (outcome for _, outcome in workers.run(some_trials(3)))
@@ -183,6 +184,7 @@ def test_bad_options_are_refused(arguments: list[str], message: str, capsys: pyt
     assert refused.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs signals of POSIX")
 def test_ctrl_c_prints_what_was_found(tmp_path: Path) -> None:
     """The terminal tells every process; workers leave it to the parent, which prints, writes, and ends them."""

@@ -161,7 +161,14 @@ def test_functions_put_in_place_are_called(around: str) -> None:
     assert failures(lambda layer: dataclasses.replace(layer, around=around)) == set()
 
 
-@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.overwrites])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(name, marks=[] if name == "transition" else pytest.mark.slow)
+        for name, kind in KINDS.items()
+        if kind.overwrites
+    ],
+)
 def test_a_result_written_over_its_input_holds(kind: str) -> None:
     drawn = [layer for seed in range(1000) if (layer := random_layer(seed, kinds=(kind,), largest=SMALL)).overwrites]
     failed = {layer.seed: outcome.what for layer in drawn[:5] if (outcome := judge_layer(layer)).status != "held"}
@@ -212,6 +219,7 @@ def test_fuzz_layers_command_prints_its_counts(capsys: pytest.CaptureFixture[str
     assert "seeds from 103 to 104, 2 held, 2 refused, 0 failed" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_fuzz_operators_command_prints_its_counts(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--operators", "--cases", "3", "--seed", "5", "--largest", "500", "--jobs", "1", "--device", "cpu"]
     assert run(*arguments) == 0

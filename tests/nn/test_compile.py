@@ -267,7 +267,7 @@ def train(call: nn.Module, row: Row, length: int = SHORT) -> list[Tensor]:
     return [x for x in outcome(call, inputs, *others) if x.dtype == torch.float32]
 
 
-@each()
+@each(slow=of_names("OpenFold-3's block, dropout", "Protenix' block, dropout"))
 def test_inference_is_one_graph(row: Row) -> None:
     call = row.make()
     compiled = torch.compile(call, backend="eager", fullgraph=True)

@@ -24,7 +24,7 @@ from clients.esmfold import BLOCKS
 pytestmark = pytest.mark.usefixtures("one_thread")  # the blocks are small, and workers share the cores
 
 
-@pytest.mark.parametrize("residues", [16, 33, 64, 97])
+@pytest.mark.parametrize("residues", [16, 33, 64, pytest.param(97, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_esmfolds_block_gives_the_same(dtype: torch.dtype, residues: int) -> None:
     result = compare("esmfold", TRUNK, dtype, [residues])

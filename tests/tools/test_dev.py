@@ -47,6 +47,7 @@ def test_dev_runs_a_script_of_the_benchmarks(dev: ModuleType, monkeypatch: pytes
     assert called[-1][1:] == ["bench", "--list"]
 
 
+@pytest.mark.slow
 def test_dev_gives_a_half_made_environment_its_pip(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """What else is in it stays."""
     for name in ("pyproject.toml", "constraints.txt"):

@@ -99,7 +99,13 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+QUICK = ("cut in half", "a bit", "another version's")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [pytest.param(x, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, x in DAMAGE.items()],
+)
 def test_a_damaged_kernel_is_ignored_with_one_warning_and_made_anew(
     damage: Callable[[pathlib.Path], None], folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ this file starts itself once more with the variable set.
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -142,7 +143,13 @@ else:
         check(dataclasses.replace(case, dtype=dtype).make(seed=2))
 
     @pytest.mark.parametrize("deterministic", [False, slow_if(True, True)], ids=["default", "deterministic"])
-    @pytest.mark.parametrize("tiles", ALL_TILES.values(), ids=ALL_TILES)
+    @pytest.mark.parametrize(
+        "tiles",
+        [
+            pytest.param(tiles, id=name, marks=[pytest.mark.slow] if name in ("small", "two_rows_together") else [])
+            for name, tiles in ALL_TILES.items()
+        ],
+    )
     @pytest.mark.parametrize("mask", ["random", slow_if(True, None)])
     def test_many_tiles(monkeypatch: pytest.MonkeyPatch, mask: str | None, tiles: BackwardTiles, deterministic: bool) -> None:
         """Several tiles of queries and of keys, ragged ends, an odd number of rows that share tiles of bias."""
@@ -186,10 +193,13 @@ else:
             results = testing.run(inputs, "triton")
         testing.check(results, inputs)
 
-    @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-    @pytest.mark.parametrize("n", [1, 3], ids=["stored", "added"])
-    @pytest.mark.parametrize("pair_bias", ["b1hqk", "b1hq1"])
-    def test_queries_that_a_pair_bias_masks(n: int, pair_bias: str, deterministic: bool) -> None:
+    DISTANT = list(itertools.product(("b1hqk", "b1hq1"), (1, 3), (False, True)))
+    QUICK_DISTANT = (("b1hqk", 1, False), ("b1hqk", 3, True), ("b1hq1", 3, False))
+
+    @pytest.mark.parametrize(
+        ("pair_bias", "n", "deterministic"), [slow_if(each not in QUICK_DISTANT, *each) for each in DISTANT]
+    )
+    def test_queries_that_a_pair_bias_masks(pair_bias: str, n: int, deterministic: bool) -> None:
         """Every third query has -1e9 for all keys, or more for some: as exact as the others, whose results stay the same."""
         case = testing.Case("distant", lead=(2,), n=n, lq=20, lk=18, mask="random", pair_bias=pair_bias, lse_gradient=True)
         inputs = case.make(seed=5)
@@ -237,8 +247,10 @@ else:
         for name, value in expected.items():
             assert torch.equal(values[name], value), name
 
-    @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 1)], ids=str)
-    @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+    @pytest.mark.parametrize(
+        ("shape", "deterministic"),
+        [slow_if((shape == (2, 1)) != turn, shape, turn) for shape in ((1, 1), (1, 3), (2, 1)) for turn in (False, True)],
+    )
     def test_gradients_of_broadcast_mask_bias_agree_with_float64(shape: tuple[int, int], deterministic: bool) -> None:
         inputs = testing.Case("rows", lead=(2,), n=3, mask="random", mask_bias="finite", pair_bias="b1hqk").make(seed=5)
         assert inputs.mask_bias is not None

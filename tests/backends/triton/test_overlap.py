@@ -163,7 +163,7 @@ def check(stream: Stream) -> None:
         maker |= dict.fromkeys(cotangents & stream.fresh - maker.keys(), place)
 
 
-@pytest.mark.parametrize("length", [96, 100, 397])
+@pytest.mark.parametrize("length", [100, *(pytest.param(x, marks=pytest.mark.slow) for x in (96, 397))])
 def test_nothing_is_loaded_before_it_is_complete(length: int) -> None:
     """Memory that a call allocates is written by the first kernel that it is given to, and loaded by the others."""
     for sizes in (sizes for sizes in CALLS if sizes[0] == length):
@@ -177,7 +177,7 @@ def test_nothing_is_loaded_before_it_is_complete(length: int) -> None:
                 check(stream)
 
 
-@pytest.mark.parametrize("length", [96, 397])
+@pytest.mark.parametrize("length", [pytest.param(96, marks=pytest.mark.slow), 397])
 def test_what_the_gate_multiplies_is_complete(length: int) -> None:
     """The kernels load the cotangent of O that the first one has multiplied."""
     for sizes in (sizes for sizes in CALLS if sizes[0] == length and sizes[1] > 1):

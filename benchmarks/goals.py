@@ -81,7 +81,7 @@ def times(calls: list[Callable[[], object]], rounds: int) -> list[float]:
 def ratios_to(peer: str, name: str, rounds: int) -> dict[str, float]:
     """The time of a peer over that of evoattn on a workload, for each pass."""
     inputs = inputs_of(workload(name), torch.float32, torch.device("cpu"))
-    runners = [Runner(PEERS[peer], inputs), Runner(backend_peer("auto", "evoattn"), inputs)]
+    runners = [Runner(PEERS[peer], inputs), Runner(backend_peer("auto"), inputs)]
     ratios = {}
     for which in PASSES:
         with torch.set_grad_enabled(which != "forward"):  # without, scaled_dot_product_attention takes its fastest way
@@ -127,7 +127,7 @@ def main() -> int:
             raise RuntimeError(f"{name} of {peer} has no time; the table says why")
         ratios.append((f"{name}, {peer} / evoattn", peer_result.times[name].median_ms / own.times[name].median_ms, least))
     inputs = inputs_of(workload("tri384"), torch.float32, cpu)
-    runners = [Runner(peer, inputs) for peer in (PEERS["dense"], backend_peer("auto", "evoattn"))]
+    runners = [Runner(peer, inputs) for peer in (PEERS["dense"], backend_peer("auto"))]
     dense, evoattn = (peak_bytes(lambda runner=runner: runner.both(0), cpu) for runner in runners)  # type: ignore[misc]
     ratios.append(("peak memory at N = L = 384, dense / evoattn", dense / evoattn, MEMORY))
     ratios += beside_others(options.rounds) + short_rows(options.rounds)

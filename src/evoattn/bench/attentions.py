@@ -124,10 +124,10 @@ def contenders(
     backward_backend = chosen.backward_backend if backward else None
     contestants: list[tuple[Contender, Result]] = []
     for backend in backends:
+        peer = backend_peer(backend)
         if backend == "auto":
-            result = Result("evoattn", backend=chosen.backend or "none", backward_backend=backward_backend or "")
-            contestants.insert(0, (backend_peer("auto", "evoattn"), result))
+            result = Result(peer.name, backend=chosen.backend or "none", backward_backend=backward_backend or "")
+            contestants.insert(0, (peer, result))
         elif "auto" not in backends or backend != chosen.backend or backward_backend is not None:
-            name = f"evoattn/{backend}"
-            contestants.append((backend_peer(backend, name), Result(name, backend=backend)))
+            contestants.append((peer, Result(peer.name, backend=backend)))
     return [*contestants, *((PEERS[name], Result(name)) for name in peers)]

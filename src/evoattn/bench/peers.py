@@ -22,9 +22,9 @@ Layout = Callable[[Tensor], Tensor]
 """A change of a tensor's layout."""
 
 
-def backend_peer(backend: str, name: str, config: Config | None = None) -> Contender:
+def backend_peer(backend: str, config: Config | None = None) -> Contender:
     """evoattn itself, by the name of a backend or "auto"."""
-    title = "evoattn" if backend == "auto" else f"evoattn, {backend}"
+    name, title = ("evoattn", "evoattn") if backend == "auto" else (f"evoattn/{backend}", f"evoattn, {backend}")
     prepare = functools.partial(_evoattn, backend=backend, config=config)
     return Contender(name, title, prepare, score_copies=10 if backend == "reference" else 0)
 

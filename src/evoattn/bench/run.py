@@ -14,6 +14,7 @@ from evoattn.bench import attentions
 from evoattn.bench.clock import Clock
 from evoattn.bench.contender import Contender, LeftOutError, Runner, UntimedError, check
 from evoattn.bench.memory import peak_bytes, release, too_much
+from evoattn.bench.peers import backend_peer
 from evoattn.bench.record import Problem, Record, Result, Timing
 from evoattn.workloads import Workload
 
@@ -98,7 +99,7 @@ def _measure(plan: Plan, problem: Problem, device: torch.device, clock: Clock, s
         if not isinstance(error, LeftOutError) and not out_of_memory(error):
             raise
         reason = str(error) if isinstance(error, LeftOutError) else "the inputs and their float64 truth do not fit into memory"
-        names = ["evoattn" if backend == "auto" else f"evoattn/{backend}" for backend in plan.backends]
+        names = [backend_peer(backend).name for backend in plan.backends]
         problem.results = [Result(name, LeftOutError.status, reason) for name in (*names, *plan.peers)]
         return
     problem.bytes = attentions.io_bytes(inputs)

@@ -42,7 +42,7 @@ class Tuned:
         key: of the user's table.
         config: better than the built-in choice, or None.
         before_ms, after_ms: the built-in choice and the best found, measured in turn.
-        tried, failed: configs that ran, and those that did not, or were wrong.
+        tried: how many configs were tried.
         cut: whether the time was over before every neighbour had been tried.
     """
 
@@ -55,7 +55,6 @@ class Tuned:
     before_ms: float
     after_ms: float
     tried: int
-    failed: int
     cut: bool
 
     @property
@@ -129,7 +128,6 @@ class _Climb:
     end: float
     say: Callable[[str], None]
     tried: int = 0
-    failed: int = 0
     cut: bool = False
 
     def run(self, start: Config, workload: str, dtype: str, problem: Problem) -> Tuned:
@@ -164,10 +162,10 @@ class _Climb:
             if after.range_ms[1] >= before.range_ms[0] or before.median_ms / after.median_ms < 1 + _WORTH_KEEPING:
                 best = None
         key, times = tuned_tiles.key(self.backend, self.direction, problem), (before.median_ms, after.median_ms)
-        return Tuned(workload, dtype, self.backend, self.direction, key, best, *times, self.tried, self.failed, self.cut)
+        return Tuned(workload, dtype, self.backend, self.direction, key, best, *times, self.tried, self.cut)
 
     def _runner(self, config: Config | None) -> Runner:
-        return Runner(backend_peer(self.backend, "evoattn", config), self.inputs)
+        return Runner(backend_peer(self.backend, config), self.inputs)
 
     def _try(self, config: Config) -> float | None:
         """Milliseconds of a config. None if it does not run, is wrong, or no time is left."""
@@ -182,7 +180,6 @@ class _Climb:
             check(errors(self.expected), self.inputs.q.dtype)
             return self._times(_ROUNDS, runner)[0].median_ms
         except Exception:  # too much shared memory, a refusal, a wrong result: this config is none
-            self.failed += 1
             return None
 
     def _times(self, rounds: int, *runners: Runner) -> list[Timing]:

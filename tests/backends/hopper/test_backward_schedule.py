@@ -50,9 +50,10 @@ def test_stretches_of_all_blocks_cover_every_row_once(blocks: int) -> None:
 
 @pytest.mark.parametrize("timed", [True, False])
 @pytest.mark.parametrize("blocks", [1, 2, 7, 33])
-def test_every_row_that_is_left_once(blocks: int, timed: bool) -> None:
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 40), marks=pytest.mark.slow)], ids=["few", "many"])
+def test_every_row_that_is_left_once(seeds: range, blocks: int, timed: bool) -> None:
     """Where a mask leaves some panels fewer rows, or none."""
-    for seed in range(12):
+    for seed in seeds:
         left = random.Random(seed)
         rows = [left.choice((0, left.randint(0, 40))) for _ in range(left.randint(1, 12))]
         done = [(panel, row) for _, _, panel, row in stretches(rows, blocks, timed)]

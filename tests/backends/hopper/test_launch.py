@@ -29,12 +29,11 @@ class Copy(launch.KernelVariant):
         self.third = third
         self.name = "Copy"
 
-    def arguments(self) -> tuple[Any, ...]:
-        rows, others = launch.sym_sizes(2)
-        x = launch.TensorSpec(cutlass.BFloat16, (rows, 8), (launch.sym_stride(8), 1), 16)
-        y = launch.TensorSpec(cutlass.BFloat16, (rows, 8), (launch.sym_stride(), 1), 16)
-        z = launch.TensorSpec(cutlass.Float32, (others,), (1,), 4) if self.third else None
-        return x, y, z, cutlass.Int32(0)
+    def arguments(self) -> dict[str, Any]:
+        tensors = launch.Tensors(cutlass.BFloat16)
+        x = tensors.lines("r", 8)
+        y = launch.TensorSpec(cutlass.BFloat16, x.shape, (launch.sym_stride(), 1), 16)
+        return {"x": x, "y": y, "z": tensors.floats("?") if self.third else None, "number": cutlass.Int32(0)}
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 def test_a_launch_takes_addresses(launched: list[tuple[Any, ...]]) -> None:
     x, y, z = torch.empty(5, 16)[:, :8], torch.empty(5, 8), torch.empty(3)
-    run = launch.plan_launch(Copy(), CPU, x, y, z, 9)
+    run = launch.plan_launch(Copy(), CPU, {"x": x, "y": y, "z": z}, number=9)
     others = [torch.empty_like(t) for t in (x, y, z)]
     run(*(t.data_ptr() for t in others))
     extents, stream, *rest = launched[0]
@@ -57,9 +56,15 @@ def test_a_launch_takes_addresses(launched: list[tuple[Any, ...]]) -> None:
     assert rest == [*(t.data_ptr() for t in others), 9]
 
 
+def test_a_launch_finds_its_tensors_by_name(launched: list[tuple[Any, ...]]) -> None:
+    x, z = torch.empty(5, 8), torch.empty(3)
+    launch.plan_launch(Copy(), CPU, {"z": z, "other": z, "y": x, "x": x}, number=9)(1, 2, 3, 4)
+    assert launched[0][2:] == (4, 3, 1, 9)
+
+
 def test_what_a_kernel_does_not_take_takes_no_place(launched: list[tuple[Any, ...]]) -> None:
     x = torch.empty(5, 8)
-    run = launch.plan_launch(Copy(third=False), CPU, x, x, None, 4)
+    run = launch.plan_launch(Copy(third=False), CPU, {"x": x, "y": x, "z": None}, number=4)
     run(1, 2, None)
     run(1, 2, 3)
     assert [arguments[2:] for arguments in launched] == [(1, 2, 4)] * 2
@@ -67,7 +72,7 @@ def test_what_a_kernel_does_not_take_takes_no_place(launched: list[tuple[Any, ..
 
 def test_the_stride_of_an_axis_of_size_1_does_not_matter(launched: list[tuple[Any, ...]]) -> None:
     x = torch.empty(1, 8).as_strided((1, 8), (3, 1))
-    launch.plan_launch(Copy(), CPU, x, x, torch.empty(1).as_strided((1,), (5,)), 0)(1, 2, 3)
+    launch.plan_launch(Copy(), CPU, {"x": x, "y": x, "z": torch.empty(1).as_strided((1,), (5,))}, number=0)(1, 2, 3)
     assert tuple(launched[0][0]) == (1, 8, 1, 1)
 
 
@@ -83,7 +88,7 @@ def test_the_stride_of_an_axis_of_size_1_does_not_matter(launched: list[tuple[An
 )
 def test_a_tensor_that_the_kernel_does_not_take_is_refused(x: torch.Tensor, y: torch.Tensor, launched: list[Any]) -> None:
     with pytest.raises(ValueError, match="Copy takes no tensor of shape"):
-        launch.plan_launch(Copy(), CPU, x, y, torch.empty(3), 0)
+        launch.plan_launch(Copy(), CPU, {"x": x, "y": y, "z": torch.empty(3)}, number=0)
 
 
 def test_a_workspace_has_room_for_all_that_is_added() -> None:

@@ -184,21 +184,21 @@ def choose_kernels(problem: Problem, inputs: Inputs, *, scale: float, dlse: bool
     )
 
 
-class BackwardTensors(
-    namedtuple("BackwardTensors", "do q k v o lse dlse dq dk dv dmask pair tiles sums dpair key_terms ends order starts")
-):
-    """All that the launches of a group of heads read and write: as layouts, or as addresses.
+Launch = Callable[..., None]
+"""A function of the addresses of `BackwardTensors`."""
 
-    dmask: each head's part of d(mask bias). pair, tiles: the pair bias, measured from its references, and the same as tiles
-    that stream. sums: what blocks add d(pair bias) to, or what their parts are summed to. dpair: d(pair bias) in its own dtype.
+
+class BackwardTensors(
+    namedtuple("BackwardTensors", "mdO mQ mK mV mO mLSE mdLSE mdQ mdK mdV mdMask mPair mTiles mSums mdPair mTerms mEnds mOrder "
+        "mStarts mStats mParts")
+):  # fmt: skip
+    """All that the launches of a group of heads read and write, by the kernels' names: as layouts, or as addresses.
+
+    mSums: what blocks add d(pair bias) to, or what their parts `mParts` are summed to. mdPair: d(pair bias) in its own dtype.
     """
 
 
-GroupLaunch = Callable[[BackwardTensors, int, int], None]
-"""A function of a group's addresses, and of those of the statistics and of the parts of d(pair bias)."""
-
-
-def plan_launches(planner: Planner, choices: BackwardChoices, first: BackwardTensors, terms: KeyTerms) -> list[GroupLaunch]:
+def plan_launches(planner: Planner, choices: BackwardChoices, first: BackwardTensors, terms: KeyTerms) -> list[Launch]:
     """Plan the launches of each group, in this order. Nothing may come between: one starts while the one before runs.
 
     Args:
@@ -221,52 +221,38 @@ def plan_launches(planner: Planner, choices: BackwardChoices, first: BackwardTen
     return launches
 
 
-def _plan_fused(planner: Planner, choices: BackwardChoices, first: BackwardTensors, terms: KeyTerms) -> GroupLaunch:
+def _plan_fused(planner: Planner, choices: BackwardChoices, first: BackwardTensors, terms: KeyTerms) -> Launch:
     planner.tiles["whole"] = {"block_q": MMA_M, "block_k": MMA_M}
     options: dict[str, Any] = {"key_bias": terms.terms is not None, "mask_gradient": choices.problem.needs.mask_bias}
     options |= {"dlse": choices.dlse, "gate": choices.gated, "tiles": choices.fused}
     kernel = FusedGradients(choices.dtype, choices.problem.d, **options)
-
-    def arguments(x: BackwardTensors) -> tuple[Any, ...]:
-        return x.q, x.k, x.v, x.o, x.do, x.key_terms, x.lse, x.dlse, x.dq, x.dk, x.dv, x.dmask, x.ends
-
-    launch = planner.plan_launch(kernel, *arguments(first), choices.unit, *terms.strides, choices.row_blocks)
-    return lambda x, stats, parts: launch(*arguments(x))
+    return planner.plan_launch(kernel, first._asdict(), scale=choices.unit, **terms.strides, blocks=choices.row_blocks)
 
 
 def _plan_query(
     planner: Planner, choices: BackwardChoices, variant: QueryVariant, first: BackwardTensors, terms: KeyTerms
-) -> GroupLaunch:
-    problem, parts, added = choices.problem, choices.parts, choices.added is not None
+) -> Launch:
+    problem = choices.problem
     keys = variant.groups * variant.slices * SLICE
     planner.tiles["dq"] = {"block_q": MMA_M, "block_k": keys, "num_stages": variant.stages, "cluster": variant.cluster}
     timed = counts_changes(choices.heads * choices.panels, problem.n, choices.clusters)
     options: dict[str, Any] = {"pair": choices.bias is not None, "key_bias": terms.terms is not None, "bias": choices.bias}
-    options |= {"bias_gradient": problem.needs.pair_bias, "partial": parts is not None, "skips": choices.skips, "timed": timed}
+    options |= {"bias_gradient": problem.needs.pair_bias, "partial": choices.parts is not None}
+    options |= {"skips": choices.skips, "timed": timed}
     options |= {"dlse": choices.dlse, "gate": choices.gated, "vector": choices.bias is None or problem.lk % 2 == 0}
     kernel = QueryGradients(choices.dtype, problem.d, **options, **variant._asdict())
-
-    def arguments(x: BackwardTensors, stats: Any, dpair: Any) -> tuple[Any, ...]:
-        return x.q, x.k, x.v, x.o, x.do, x.pair, x.key_terms, x.lse, x.dlse, stats, x.dq, dpair, x.order, x.starts
-
-    # without sums of d(pair bias), any layout with four columns compiles the same code, and nothing is written
-    dpair = parts if parts is not None else first.sums if added else first.sums[..., :4]
     blocks = choices.clusters * variant.cluster
-    launch = planner.plan_launch(kernel, *arguments(first, choices.stats, dpair), choices.unit, *terms.strides, blocks)
-    if parts is not None:
-        return lambda x, stats, parts: launch(*arguments(x, stats, parts))
-    return lambda x, stats, parts: launch(*arguments(x, stats, x.sums if added else x.lse))
+    return planner.plan_launch(kernel, first._asdict(), scale=choices.unit, **terms.strides, blocks=blocks)
 
 
-def _plan_statistics(planner: Planner, choices: BackwardChoices, first: BackwardTensors) -> GroupLaunch:
+def _plan_statistics(planner: Planner, choices: BackwardChoices, first: BackwardTensors) -> Launch:
     kernel = Statistics(choices.dtype, choices.problem.d, dlse=choices.dlse, gate=choices.gated)
-    launch = planner.plan_launch(kernel, first.o, first.do, first.lse, first.dlse, choices.stats, choices.unit)
-    return lambda x, stats, parts: launch(x.o, x.do, x.lse, x.dlse, stats)
+    return planner.plan_launch(kernel, first._asdict(), scale=choices.unit)
 
 
 def _plan_key(
     planner: Planner, choices: BackwardChoices, variant: KeyVariant, first: BackwardTensors, terms: KeyTerms
-) -> GroupLaunch:
+) -> Launch:
     problem, needs = choices.problem, choices.problem.needs
     planner.tiles["dkdv"] = {"block_q": MMA_M, "block_k": MMA_M, "num_stages": variant.stages}
     timed = counts_changes(choices.heads * choices.key_panels, problem.n, choices.key_blocks)
@@ -275,22 +261,15 @@ def _plan_key(
     options |= {"mask_gradient": needs.mask_bias, "rounds": rounds, "timed": timed}
     options |= {"skips": choices.skips, "clears": choices.skips and needs.q}
     kernel = KeyGradients(choices.dtype, problem.d, **options, **variant._asdict())
-
-    def arguments(x: BackwardTensors, stats: Any, sums: Any, dpair: Any) -> tuple[Any, ...]:
-        pair = x.tiles if choices.streams else x.pair
-        return x.q, x.k, x.v, x.do, pair, x.key_terms, stats, x.dk, x.dv, x.dmask, sums, dpair, x.dq, x.order, x.starts
-
-    fours = [x.view(-1, 4) for x in (first.sums, first.dpair)] if rounds else (None, None)
-    numbers = choices.unit, *terms.strides, choices.key_blocks
-    launch = planner.plan_launch(kernel, *arguments(first, choices.stats, *fours), *numbers)
-    return lambda x, stats, parts: launch(*arguments(x, stats, x.sums, x.dpair))
+    if rounds:
+        first = first._replace(mSums=first.mSums.view(-1, 4), mdPair=first.mdPair.view(-1, 4))
+    return planner.plan_launch(kernel, first._asdict(), scale=choices.unit, **terms.strides, blocks=choices.key_blocks)
 
 
-def _plan_panel_sum(planner: Planner, choices: BackwardChoices, variant: QueryVariant, first: BackwardTensors) -> GroupLaunch:
+def _plan_panel_sum(planner: Planner, choices: BackwardChoices, variant: QueryVariant, first: BackwardTensors) -> Launch:
     problem = choices.problem
     interleave = query_interleave(problem.d, variant.slices, variant.stage)
     split = {"groups": variant.groups, "slices": variant.slices, "cluster": variant.cluster, "interleave": interleave}
     timed = counts_changes(choices.heads * choices.panels, problem.n, choices.clusters)
-    kernel = PanelSum(types[first.sums.dtype], **split, vector=problem.lk % 2 == 0, timed=timed)
-    launch = planner.plan_launch(kernel, choices.parts, first.sums, problem.n, choices.clusters)
-    return lambda x, stats, parts: launch(parts, x.sums)
+    kernel = PanelSum(types[first.mSums.dtype], **split, vector=problem.lk % 2 == 0, timed=timed)
+    return planner.plan_launch(kernel, first._asdict(), n=problem.n, blocks=choices.clusters)

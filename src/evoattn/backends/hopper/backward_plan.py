@@ -19,7 +19,7 @@ from evoattn.backends.hopper.backward_launches import (
     MOST_IN_32_BITS,
     BackwardChoices,
     BackwardTensors,
-    GroupLaunch,
+    Launch,
     choose_kernels,
     plan_launches,
 )
@@ -53,10 +53,10 @@ Run = Callable[[Cotangents, Inputs, Outputs, Gradients], tuple[Tensor | None, Te
 """A function that writes the gradients, and returns d(mask bias) and d(pair bias); None for one that is not wanted."""
 
 _HEAD_AXES = BackwardTensors(
-    do=2, q=2, k=2, v=2, o=2, lse=2, dlse=2, dq=2, dk=2, dv=2, dmask=2, pair=1, tiles=1, sums=1, dpair=1, key_terms=None,
-    ends=None, order=None, starts=None,
+    mdO=2, mQ=2, mK=2, mV=2, mO=2, mLSE=2, mdLSE=2, mdQ=2, mdK=2, mdV=2, mdMask=2, mPair=1, mTiles=1, mSums=1, mdPair=1,
+    mTerms=None, mEnds=None, mOrder=None, mStarts=None, mStats=None, mParts=None,
 )  # fmt: skip
-"""The axis of the heads of each tensor, if it has one."""
+"""The axis of the heads of each tensor, if it has one. Groups of heads share those that have none."""
 
 
 class _Pass(NamedTuple):
@@ -104,27 +104,31 @@ def _plan_gradients(planner: Planner, work: _Pass) -> Run:
 
     # The layouts of all that the launches see. An absent tensor gets another address, which is never read.
     absent = torch.empty_strided((1, 1, problem.lq, problem.lk), (0, 0, 0, 1), dtype=torch.float32, device="meta")
-    sums, dpair = (absent, absent) if gradient is None else (gradient.sums, gradient.layout)
+    # Without sums of d(pair bias), any layout with four columns compiles the same code, and nothing is written.
+    sums, dpair = (absent[..., :4], absent) if gradient is None else (gradient.sums, gradient.layout)
     # d(mask bias): each head leaves its part of it, in float32; heads and axes of size 1 are summed at last
     dmask_parts = floats(problem.b, problem.n, problem.h, problem.lk)
     dmask = floats(1, 1, problem.lk) if inputs.mask_bias is None else torch.empty_like(inputs.mask_bias, device="meta")
     tensors = BackwardTensors(
         **reads,
-        dq=writes[0],
-        dk=writes[1],
-        dv=writes[2],
-        dmask=dmask_parts,
-        pair=absent if pair.pair is None else pair.pair[..., : problem.lk],
-        tiles=pair.tiles,
-        sums=sums,
-        dpair=dpair,
-        key_terms=terms.by_b(terms.terms),
-        ends=terms.by_b(terms.ends),
-        order=terms.order,
-        starts=terms.starts,
+        mdQ=writes[0],
+        mdK=writes[1],
+        mdV=writes[2],
+        mdMask=dmask_parts,
+        mPair=absent if pair.pair is None else pair.pair[..., : problem.lk],
+        mTiles=pair.tiles,
+        mSums=sums,
+        mdPair=dpair,
+        mTerms=terms.by_b(terms.terms),
+        mEnds=terms.by_b(terms.ends),
+        mOrder=terms.order,
+        mStarts=terms.starts,
+        mStats=None,
+        mParts=None,
     )
     first = BackwardTensors(*map(choices.groups.cut, tensors, _HEAD_AXES))
-    first = first._replace(key_terms=floats(1, 8) if terms.terms is None else terms.terms, ends=terms.ends)
+    key_terms = floats(1, 8) if terms.terms is None else terms.terms
+    first = first._replace(mTerms=key_terms, mEnds=terms.ends, mStats=choices.stats, mParts=choices.parts)
     launches = plan_launches(planner, choices, first, terms)
     offsets = choices.groups.offsets(tensors, _HEAD_AXES)
     return _BackwardLaunches(
@@ -155,7 +159,7 @@ class _BackwardLaunches:
     pair: PairMemory
     dmask_parts: Tensor
     dmask: Tensor
-    launches: list[GroupLaunch]
+    launches: list[Launch]
     offsets: tuple[tuple[int, ...], ...]
     at_stats: int
     at_parts: int
@@ -184,16 +188,18 @@ class _BackwardLaunches:
         # the terms where it reads them, and the second for the statistics. The second reads order and starts at once: the first
         # lets it start only after it has waited for them itself.
         key_terms, ends, _, *lists = self.terms.make(start, mask, mask_bias, to_sums)
-        k = of_reads[2]
-        absent = (k if pair is None else pair, tiles, to_sums, to_pair, k if key_terms is None else key_terms)
+        k, at_lse = of_reads[2], of_reads[5]
+        of_pair = (k if pair is None else pair, tiles, at_lse if to_sums is None else to_sums, to_pair)
+        of_keys = (k if key_terms is None else key_terms, ends, *lists)
 
         # The first kernel of a group waits for the last of the group before, which never says that another may start. So both
         # may use the same statistics and parts.
-        def launch_group(*group: Any) -> None:
+        def launch_group(*group: int | None) -> None:
             for launch in self.launches:
-                launch(BackwardTensors(*group), start + self.at_stats, start + self.at_parts)
+                launch(*group)
 
-        for_each_group(launch_group, (*of_reads, *writes, to_mask, *absent, ends, *lists), self.offsets)
+        own = (start + self.at_stats, start + self.at_parts)
+        for_each_group(launch_group, (*of_reads, *writes, to_mask, *of_pair, *of_keys, *own), self.offsets)
         if choices.factor != 1.0 and dq is not None:
             dq.mul_(choices.factor)
         if dmask is not None:
@@ -209,7 +215,8 @@ def _plan_tiles(planner: Planner, choices: BackwardChoices, pair: Tensor) -> tup
     float32 = choices.key is not None and choices.key.float32_tiles
     dtype = torch.float32 if float32 else pair.dtype
     tiles = torch.empty(*pair.shape[:2], choices.key_panels, choices.panels, MMA_M * MMA_M, dtype=dtype, device="meta")
-    return tiles, planner.plan_launch(PairBiasTiles(choices.bias, float32=float32), pair, tiles, choices.unit)
+    kernel = PairBiasTiles(choices.bias, float32=float32)
+    return tiles, planner.plan_launch(kernel, {"mPair": pair, "mTiles": tiles}, scale=choices.unit)
 
 
 def _plan_key_terms(planner: Planner, choices: BackwardChoices, inputs: Inputs) -> tuple[KeyTerms, bool]:
@@ -227,13 +234,13 @@ def _plan_reads(planner: Planner, choices: BackwardChoices, work: _Pass) -> tupl
     """Plan what the kernels read: the layouts of do, q, k, v, o, lse and dlse, and the copies that this takes, by place."""
     (do, dlse), (q, k, v), (o, lse, _) = work.cotangents, work.inputs.qkv, work.outputs
     loads: dict[str, tuple[Tensor, Copy | None]] = {
-        "do": plan_load(planner, o if do is None else do),
-        "q": plan_load(planner, q, choices.factor, "q"),
-        "k": plan_load(planner, k, name="k"),
-        "v": plan_load(planner, v, name="v"),
-        "o": plan_load(planner, o),
-        "lse": (lse, None),
-        "dlse": (lse, None) if dlse is None else plan_copy(dlse),
+        "mdO": plan_load(planner, o if do is None else do),
+        "mQ": plan_load(planner, q, choices.factor, "q"),
+        "mK": plan_load(planner, k, name="k"),
+        "mV": plan_load(planner, v, name="v"),
+        "mO": plan_load(planner, o),
+        "mLSE": (lse, None),
+        "mdLSE": (lse, None) if dlse is None else plan_copy(dlse),
     }
     copies = [(place, copy) for place, (_, copy) in enumerate(loads.values()) if copy is not None]
     return {name: x for name, (x, _) in loads.items()}, copies
@@ -280,7 +287,9 @@ def _plan_gate_pass(planner: Planner, work: _Pass, *, passes: bool) -> tuple[Cal
     kernel = GatePass(types[o.dtype], gated_like.shape[-1], **options)
     dgate = None if work.into is None else work.into[3]
     dgate = gated_like if dgate is None else dgate
-    launch = planner.plan_launch(kernel, *(x for x, _ in loads), dlse, gated_like, delta_like, dgate)
+    read = dict(zip(("mO", "mdO", "mGate"), (x for x, _ in loads), strict=True))
+    written = {"mGated": gated_like, "mDelta": delta_like, "mdGate": dgate}
+    launch = planner.plan_launch(kernel, {**read, "mdLSE": dlse, **written})
 
     def run(cotangents: Cotangents, gate: Tensor, o: Tensor, dgate: Tensor | None) -> Cotangents:
         gated, delta = (torch.empty_like(x, device=device) if passes else None for x in (gated_like, delta_like))

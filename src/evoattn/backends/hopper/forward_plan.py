@@ -37,17 +37,14 @@ _CONFIG = Config(block_q=FORWARD_QUERIES, block_k=KEYS)
 
 
 class ForwardTensors(
-    namedtuple("ForwardTensors", "q k v key_terms ends key_bias raw_pair pair o lse reference pair_reference")
+    namedtuple("ForwardTensors", "mQ mK mV mTerms mEnds mKeyBias mRawPair mPair mO mLSE mReference mPairReference")
 ):
-    """All that the launches of a group of heads read and write: as layouts, or as addresses.
-
-    raw_pair, pair: the pair bias as the user gives it, and as the kernel reads it.
-    """
+    """All that the launches of a group of heads read and write, as `Forward.arguments` has it: as layouts, or as addresses."""
 
 
 _HEAD_AXES = ForwardTensors(
-    q=2, k=2, v=2, key_terms=None, ends=None, key_bias=None, raw_pair=1, pair=1, o=2, lse=2, reference=2, pair_reference=1
-)  # fmt: skip
+    mQ=2, mK=2, mV=2, mTerms=None, mEnds=None, mKeyBias=None, mRawPair=1, mPair=1, mO=2, mLSE=2, mReference=2, mPairReference=1
+)
 """The axis of the heads of each tensor, if it has one."""
 
 
@@ -94,31 +91,30 @@ def _plan_attention(planner: Planner, inputs: Inputs, scale: float, layout: str)
     copies = [(i, copy) for i, copy in enumerate((copy_q, copy_k, copy_v)) if copy is not None]
     lse = floats(b, n, h, lq)
     tensors = ForwardTensors(
-        q=q,
-        k=k,
-        v=v,
-        key_terms=terms.by_b(terms.terms),
-        ends=terms.by_b(terms.ends),
-        key_bias=terms.by_b(terms.key_bias),
-        raw_pair=None if pair_bias is None else pair_bias.expand(-1, -1, lq, lk),
-        pair=pair.tiles if float32_pair else pair.pair,
-        o=layouts.empty((b, n, h, lq, d), layout, q.new_empty(0, device="meta")),
-        lse=lse,
-        reference=lse,
-        pair_reference=pair.references,
+        mQ=q,
+        mK=k,
+        mV=v,
+        mTerms=terms.by_b(terms.terms),
+        mEnds=terms.by_b(terms.ends),
+        mKeyBias=terms.by_b(terms.key_bias),
+        mRawPair=None if pair_bias is None else pair_bias.expand(-1, -1, lq, lk),
+        mPair=pair.tiles if float32_pair else pair.pair,
+        mO=layouts.empty((b, n, h, lq, d), layout, q.new_empty(0, device="meta")),
+        mLSE=lse,
+        mReference=lse,
+        mPairReference=pair.references,
     )
     first = ForwardTensors(*map(groups.cut, tensors, _HEAD_AXES))
-    first = first._replace(key_terms=terms.terms, ends=terms.ends, key_bias=terms.key_bias)
-    kernel = planner.plan_launch(variant, *first, *terms.strides, unit, interleave, blocks)
+    first = first._replace(mTerms=terms.terms, mEnds=terms.ends, mKeyBias=terms.key_bias)
+    numbers = {"scale": unit, "interleave": interleave, "blocks": blocks}
+    kernel = planner.plan_launch(variant, first._asdict(), **terms.strides, **numbers)
     offsets, workspace = groups.offsets(tensors, _HEAD_AXES), planner.workspace
 
     def run(inputs: Inputs, outputs: Outputs) -> None:
         qkv = apply_copies(inputs.qkv, copies) if copies else inputs.qkv
         q, k, v, mask, mask_bias, raw_pair, *written = addresses((*qkv, *inputs[3:6], *outputs))
-        start = 0
-        if workspace.bytes:
-            memory = workspace.make()
-            start = memory.data_ptr()
+        memory = workspace.make() if workspace.bytes else None
+        start = 0 if memory is None else memory.data_ptr()
         read, references, tiles = pair.make(start, raw_pair)
         # The forward starts while `KeyBias` runs, and only its producers wait. Its consumers read a resident pair bias, so that
         # comes before.
@@ -137,7 +133,7 @@ def _plan_tiles(planner: Planner, pair: Tensor, *, q: Tensor, unit: float) -> tu
     if q.shape[-1] == 8:  # 1 / scale is rounded there
         unit = 1.0 / torch.tensor(1.0 / unit, dtype=torch.float32).to(q.dtype).item()
     kernel = PairBiasTiles(types[torch.float32], float32=True)
-    return tiled, planner.plan_launch(kernel, pair.transpose(2, 3), tiled, unit)
+    return tiled, planner.plan_launch(kernel, {"mPair": pair.transpose(2, 3), "mTiles": tiled}, scale=unit)
 
 
 def _is_exact(x: float, dtype: torch.dtype) -> bool:
@@ -148,7 +144,7 @@ def _plan_gate(planner: Planner, gate: Tensor, layout: str) -> Callable[[Tensor,
     """Plan the product of O with sigmoid(gate): a function of (o, gate), for an o in the memory layout `layout`."""
     like, copy = plan_load(planner, gate, name="gate")
     o = layouts.empty(gate.shape, layout, gate, "meta")
-    kernel = planner.plan_launch(GateProduct(types[gate.dtype], gate.shape[-1]), o, like)
+    kernel = planner.plan_launch(GateProduct(types[gate.dtype], gate.shape[-1]), {"mO": o, "mGate": like})
 
     def run(o: Tensor, gate: Tensor) -> None:
         kernel(o.data_ptr(), (gate if copy is None else copy(gate)).data_ptr())

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -29,23 +30,13 @@ types = {
 OPTIONS = "--enable-tvm-ffi --gpu-arch=sm_90a"
 
 
-def sym_sizes(count: int) -> list[Any]:
-    """Sizes known only when the kernel runs."""
-    return [cute.sym_int() for _ in range(count)]
-
-
-def sym_stride(multiple: int = 1) -> Any:
-    """A stride known only when the kernel runs, a multiple of so many elements."""
-    return cute.sym_int64(divisibility=multiple)
-
-
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
     """A stand-in for a tensor when a kernel is compiled: fixed numbers, and symbols for the others.
 
     Args:
         dtype: cutlass type of its elements.
-        shape, stride: numbers, or symbols of `sym_sizes` and `sym_stride`; one symbol is one number wherever it stands.
+        shape, stride: numbers, or symbols of cute; one symbol is one number wherever it stands.
         align: bytes that divide its address.
     """
 
@@ -59,46 +50,65 @@ class TensorSpec:
         return (*self.shape, *self.stride)
 
 
-def lines_spec(dtype: Any, *shape: Any) -> TensorSpec:
-    """A stand-in for a tensor whose last axis is contiguous and starts on 16 bytes of a 16-bit type."""
-    return TensorSpec(dtype, shape, (*(sym_stride(8) for _ in shape[1:]), 1), 16)
+def sym_stride(multiple: int = 1) -> Any:
+    """A stride known only when the kernel runs, a multiple of so many elements."""
+    return cute.sym_int64(divisibility=multiple)
 
 
-def float32_spec(*shape: Any, align: int = 4) -> TensorSpec:
-    """A stand-in for a float32 tensor whose last axis is contiguous and starts on `align` bytes."""
-    return TensorSpec(Float32, shape, (*(sym_stride(align // 4) for _ in shape[1:]), 1), align)
+class Tensors:
+    """Makes the stand-ins for the tensors of one kernel.
 
+    Their sizes are known only when the kernel runs. A letter of `axes` is one size wherever it stands, "?" a size of its own.
+    Fixed sizes follow.
+    """
 
-def strided_spec(dtype: Any, *shape: Any) -> TensorSpec:
-    """A stand-in for a tensor of any strides."""
-    return TensorSpec(dtype, shape, tuple(sym_stride() for _ in shape), dtype.width // 8)
+    def __init__(self, dtype: Any = None) -> None:
+        self.dtype = dtype
+        self._sizes: dict[str, Any] = {}
 
+    def _shape(self, axes: str, fixed: tuple[int, ...] = ()) -> tuple[Any, ...]:
+        for axis in set(axes) - {"?"} - set(self._sizes):
+            self._sizes[axis] = cute.sym_int()
+        return (*(cute.sym_int() if axis == "?" else self._sizes[axis] for axis in axes), *fixed)
 
-def pair_bias_spec(dtype: Any, queries: Any, keys: Any, *, vector: bool) -> TensorSpec:
-    """A stand-in for a pair bias [b|1,h|1,q,k]: of any strides, or with lines that start on two numbers."""
-    shape = (*sym_sizes(2), queries, keys)
-    if not vector:
-        return strided_spec(dtype, *shape)
-    return TensorSpec(dtype, shape, (*(sym_stride(2) for _ in range(3)), 1), dtype.width // 4)
+    def lines(self, axes: str, *fixed: int, dtype: Any = None) -> TensorSpec:
+        """Of `dtype`, or that of the kernel. The last axis is contiguous and starts on 16 bytes of a 16-bit type."""
+        shape = self._shape(axes, fixed)
+        return TensorSpec(dtype or self.dtype, shape, (*(sym_stride(8) for _ in shape[1:]), 1), 16)
 
+    def floats(self, axes: str, *fixed: int, align: int = 4) -> TensorSpec:
+        """Of float32. The last axis is contiguous and starts on `align` bytes."""
+        shape = self._shape(axes, fixed)
+        return TensorSpec(Float32, shape, (*(sym_stride(align // 4) for _ in shape[1:]), 1), align)
 
-def key_ends_spec() -> TensorSpec:
-    """A stand-in for the rows' numbers of keys up to the last that counts, int32 [r]."""
-    return TensorSpec(Int32, tuple(sym_sizes(1)), (1,), 4)
+    def strided(self, axes: str, dtype: Any) -> TensorSpec:
+        """Of any strides."""
+        shape = self._shape(axes)
+        return TensorSpec(dtype, shape, tuple(sym_stride() for _ in shape), dtype.width // 8)
 
+    def pair_bias(self, dtype: Any, *, vector: bool) -> TensorSpec:
+        """[b|1,h|1,q,k], of any strides, or with lines that start on two numbers."""
+        if not vector:
+            return self.strided("??qk", dtype)
+        return TensorSpec(dtype, self._shape("??qk"), (*(sym_stride(2) for _ in range(3)), 1), dtype.width // 4)
 
-def live_rows_spec() -> tuple[TensorSpec, TensorSpec]:
-    """A stand-in for the rows that a mask leaves to panels of keys, int32 [b,2,n] and [b, panels + 2]: see `lib.live_rows`."""
-    b, n, c, panels = sym_sizes(4)
-    order = TensorSpec(Int32, (b, 2, n), (sym_stride(), sym_stride(), 1), 4)
-    return order, TensorSpec(Int32, (c, panels), (sym_stride(), 1), 4)
+    def fours(self, axis: str, dtype: Any) -> TensorSpec:
+        """Contiguous, seen as [fours, 4]."""
+        return TensorSpec(dtype, self._shape(axis, (4,)), (4, 1), dtype.width // 2)
+
+    def ends(self) -> TensorSpec:
+        """The rows' numbers of keys up to the last that counts, int32 [r]."""
+        return TensorSpec(Int32, self._shape("?"), (1,), 4)
+
+    def live_rows(self) -> dict[str, TensorSpec]:
+        """The rows that a mask leaves to panels of keys, int32 [b,2,n] and [b, panels + 2]: see `lib.live_rows`."""
+        b, n, c, panels = self._shape("????")
+        order = TensorSpec(Int32, (b, 2, n), (sym_stride(), sym_stride(), 1), 4)
+        return {"mOrder": order, "mStarts": TensorSpec(Int32, (c, panels), (sym_stride(), 1), 4)}
 
 
 class KernelVariant:
-    """A variant of a kernel: a frozen dataclass whose fields are all that its code depends on.
-
-    Subclasses give `arguments`, and `__call__`, which starts the kernel in its host function's own language.
-    """
+    """A variant of a kernel: a frozen dataclass whose fields are all that its code depends on."""
 
     channels: int
 
@@ -117,16 +127,24 @@ class KernelVariant:
                 words.append(field.name if value is True else field.name + str(getattr(value, "__name__", value)))
         return "-".join(words)
 
-    def arguments(self) -> tuple[Any, ...]:
-        """Stand-ins for the arguments of `__call__` when it is compiled, without the stream; sizes and strides open."""
+    def arguments(self) -> dict[str, Any]:
+        """List the arguments of `__call__`: a `TensorSpec` for a tensor, a number of the right type, None for what is absent.
+
+        Launches, host functions and kernels find them by these names, in this order.
+        """
         raise NotImplementedError
 
-    def __call__(self, *arguments: Any) -> None:
-        """Start the kernel."""
+    def __call__(self, args: Any, stream: cuda.CUstream) -> None:
+        """Start the kernel, in the language of host functions."""
         raise NotImplementedError
 
 
-def symbols(specs: tuple[Any, ...]) -> list[Any]:
+def select(args: Any, names: str) -> Any:
+    """Return the arguments of these names. What the copy engine alone reads or writes is no parameter of a kernel."""
+    return namedtuple("Arguments", names)(*(getattr(args, name) for name in names.split()))
+
+
+def symbols(specs: Iterable[Any]) -> list[Any]:
     """The symbols of all tensors, each once, in the order in which a launch takes their numbers."""
     every: dict[int, Any] = {}
     for spec in specs:
@@ -143,12 +161,14 @@ class CompiledEntry:
 
     @cute.jit
     def __call__(self, extents: cute.Shape, stream: cuda.CUstream, *values):
-        self.kernel(*self.arguments(extents, iter(values)), stream)
+        args = namedtuple("Arguments", self.specs)(*self.arguments(extents, iter(values)))
+        self.kernel(args, stream)
 
     def arguments(self, extents: Any, values: Iterator[Any]) -> Iterator[Any]:
         """The kernel's own arguments: tensors, None and numbers."""
-        known = {id(symbol): cute.assume(extents[i], divby=symbol.divisibility) for i, symbol in enumerate(symbols(self.specs))}
-        for spec in self.specs:
+        specs = self.specs.values()
+        known = {id(symbol): cute.assume(extents[i], divby=symbol.divisibility) for i, symbol in enumerate(symbols(specs))}
+        for spec in specs:
             if isinstance(spec, TensorSpec):
                 pointer = cute.make_ptr(spec.dtype, next(values), cute.AddressSpace.gmem, assumed_align=spec.align)
                 shape, stride = (tuple(known.get(id(x), x) for x in axes) for axes in (spec.shape, spec.stride))
@@ -162,10 +182,11 @@ def build(kernel: KernelVariant) -> Any:
 
     A function that can be called at once would take 0.2 s more.
     """
-    specs = kernel.arguments()
+    entry = CompiledEntry(kernel)
+    specs = entry.specs.values()
     extents = tuple((Int32 if symbol.width == 32 else Int64)(symbol.divisibility) for symbol in symbols(specs))
     values = [Int64(0) if isinstance(spec, TensorSpec) else spec for spec in specs if spec is not None]
-    return cute.compile(CompiledEntry(kernel), extents, make_fake_stream(), *values, options=OPTIONS, no_jit_engine=True)
+    return cute.compile(entry, extents, make_fake_stream(), *values, options=OPTIONS, no_jit_engine=True)
 
 
 def fits(symbol: Any, value: int, extents: dict[int, int]) -> bool:
@@ -181,30 +202,32 @@ def fit_strides(spec: TensorSpec, shape: tuple[int, ...], stride: tuple[int, ...
     return [want if size == 1 else own for size, own, want in zip(shape, stride, wanted, strict=True)]
 
 
-def plan_launch(kernel: KernelVariant, device: torch.device, *arguments: Any) -> Callable[..., None]:
-    """The launch of a kernel for tensors that lie in memory like `arguments`, as a function of their addresses alone.
+def plan_launch(
+    kernel: KernelVariant, device: torch.device, tensors: Mapping[str, Any], **numbers: float
+) -> Callable[..., None]:
+    """The launch of a kernel for tensors that lie in memory like these, as a function of their addresses alone.
 
-    It takes one for each argument but the numbers, which come last, and passes on those that the variant takes.
+    It takes an address for each of `tensors`, in this order, and passes on those that the variant takes.
 
     Args:
         kernel: compiled at its first launch if it is not yet, so that a plan can be described without that.
         device: where the tensors will be.
-        arguments: tensors, on any device, None and numbers, as `kernel.arguments()` has them. Tensors give their shape and
-            strides, and are not kept; numbers stay what they are.
+        tensors: by the names that `kernel.arguments()` has, on any device. They give their shape and strides, and are not kept.
+        numbers: the others of these arguments, by name. They stay what they are.
     """
     function: Any = None
     specs = kernel.arguments()
     extents: dict[int, int] = {}
-    numbers = []
-    positions = [i for i, spec in enumerate(specs) if isinstance(spec, TensorSpec)]
-    for spec, argument in zip(specs, arguments, strict=True):
+    for name, spec in specs.items():
         if isinstance(spec, TensorSpec):
-            values = (*argument.shape, *fit_strides(spec, argument.shape, argument.stride()))
+            tensor = tensors[name]
+            values = (*tensor.shape, *fit_strides(spec, tensor.shape, tensor.stride()))
             if not all(fits(symbol, x, extents) for symbol, x in zip(spec.extents(), values, strict=True)):
-                raise ValueError(f"{kernel.name} takes no tensor of shape {tuple(argument.shape)}, strides {argument.stride()}")
-        elif spec is not None:
-            numbers.append(argument)
-    known = tvm_ffi.Shape(tuple(extents[id(symbol)] for symbol in symbols(specs)))
+                raise ValueError(f"{kernel.name} takes no tensor of shape {tuple(tensor.shape)}, strides {tensor.stride()}")
+    places = list(tensors)
+    positions = [places.index(name) for name, spec in specs.items() if isinstance(spec, TensorSpec)]
+    constants = [numbers[name] for name, spec in specs.items() if not isinstance(spec, TensorSpec | None)]
+    known = tvm_ffi.Shape(tuple(extents[id(symbol)] for symbol in symbols(specs.values())))
     index = device.index
     # What Triton and torch's own compiler ask; torch.cuda wraps it in an object. A torch without CUDA can plan, and has none.
     stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -213,6 +236,6 @@ def plan_launch(kernel: KernelVariant, device: torch.device, *arguments: Any) ->
         nonlocal function
         if function is None:
             function = load_kernel(kernel)
-        function(known, stream(index), *[addresses[i] for i in positions], *numbers)
+        function(known, stream(index), *[addresses[i] for i in positions], *constants)
 
     return launch

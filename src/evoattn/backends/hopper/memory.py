@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +63,7 @@ def plan_pair_bias(planner: Planner, inputs: Inputs, *, bounded: bool, plan_tile
     aligned = pair_bias.shape[3] == keys and keys % 8 == 0 and is_aligned(pair_bias)
     width = 16 // pair_bias.element_size() if aligned else 1
     kernel = PairBias(types[pair_bias.dtype], width, q_dtype=types[q.dtype], bounded=bounded)
-    subtract = planner.plan_launch(kernel, pair, out, references)
+    subtract = planner.plan_launch(kernel, {"mPair": pair, "mOut": out, "mReference": references})
     tiles, fill_tiles = (None, None) if plan_tiles is None else plan_tiles(out[..., :keys])
     at_tiles, at_pair, at_references = map(planner.workspace.add, (tiles, out, references))
 
@@ -85,7 +86,7 @@ class KeyTerms(NamedTuple):
         ends: the number of keys of each row up to the last that is not masked, int32 [r].
         key_bias: [r, keys], if it was asked for.
         order, starts: as in `lib.live_rows`, if they were asked for.
-        strides: how far r goes from one b, and one n, to the next.
+        strides: how far r goes from one b, and one n, to the next, as kernels take them.
     """
 
     make: Callable[..., tuple[int | None, ...]]
@@ -94,13 +95,14 @@ class KeyTerms(NamedTuple):
     key_bias: Tensor | None = None
     order: Tensor | None = None
     starts: Tensor | None = None
-    strides: tuple[int, int] = (0, 0)
+    strides: Mapping[str, int] = MappingProxyType({"stride_b": 0, "stride_n": 0})
 
     def by_b(self, x: Tensor | None) -> Tensor | None:
         """The terms, ends or key_bias, [r,...], as [b|1,n|1,...]."""
         if x is None:
             return None
-        return x.unflatten(0, (-1, self.strides[0])) if self.strides[0] else x[None]
+        rows = self.strides["stride_b"]
+        return x.unflatten(0, (-1, rows)) if rows else x[None]
 
 
 def plan_key_bias(
@@ -135,15 +137,18 @@ def plan_key_bias(
     key_bias = floats(batches * rows, lk) if unrounded else None
     options = {"clears": clears is not None, "lists": lists, "unrounded": unrounded, "bounded": bounded}
     variant = KeyBias(types[q.dtype], mask=mask is not None, bias=bias_type, **options)
-    kernel = planner.plan_launch(variant, mask, mask_bias, terms, ends, key_bias, cleared, order, starts, lk, rows)
+    written = {"mTerms": terms, "mEnds": ends, "mKeyBias": key_bias, "mOrder": order, "mStarts": starts}
+    tensors = {"mMask": mask, "mBias": mask_bias, **written, "mCleared": cleared}
+    kernel = planner.plan_launch(variant, tensors, keys=lk, n=rows)
     at_order, at_starts, at_key_bias, at_terms, at_ends = map(planner.workspace.add, (order, starts, key_bias, terms, ends))
 
     def make(start: int, mask: int | None, mask_bias: int | None, cleared: int | None = None) -> tuple[int, ...]:
         written = (start + at_terms, start + at_ends, start + at_key_bias, start + at_order, start + at_starts)
-        kernel(mask, mask_bias, *written[:3], cleared, *written[3:])
+        kernel(mask, mask_bias, *written, cleared)
         return written
 
-    return KeyTerms(make, terms, ends, key_bias, order, starts, (rows if batches > 1 else 0, int(rows > 1)))
+    strides = {"stride_b": rows if batches > 1 else 0, "stride_n": int(rows > 1)}
+    return KeyTerms(make, terms, ends, key_bias, order, starts, strides)
 
 
 def is_aligned(x: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,10 +52,10 @@ class Planner:
         self.copies: list[str] = []  # what is copied or laid out anew, "TENSOR: why"
         self.tiles: dict[str, dict[str, int]] = {}  # of each kernel that has tiles of its own
 
-    def plan_launch(self, kernel: KernelVariant, *arguments: Any) -> Callable[..., None]:
+    def plan_launch(self, kernel: KernelVariant, tensors: Mapping[str, Any], **numbers: float) -> Callable[..., None]:
         """Plan a launch of a kernel; see `launch.plan_launch`."""
         self.kernels.append(kernel)
-        return plan_launch(kernel, self.device, *arguments)
+        return plan_launch(kernel, self.device, tensors, **numbers)
 
     def make_plan(
         self, run: Callable[..., Any], *, config: Config | None = None, gate: str | None = None, writes_into: bool = False

@@ -12,7 +12,6 @@ meet the key bias, or constants (table in `dkdv_consumer.load_keys`).
 from __future__ import annotations
 
 import dataclasses
-from collections import namedtuple
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -24,15 +23,7 @@ from cutlass.memory import SmemAllocator
 from evoattn.backends.hopper.kernels import dkdv_consumer as consumer
 from evoattn.backends.hopper.kernels.dkdv_producer import produce, produce_bias
 from evoattn.backends.hopper.kernels.statistics import TILE_WORDS
-from evoattn.backends.hopper.launch import (
-    KernelVariant,
-    TensorSpec,
-    float32_spec,
-    lines_spec,
-    live_rows_spec,
-    pair_bias_spec,
-    sym_sizes,
-)
+from evoattn.backends.hopper.launch import KernelVariant, Tensors, select
 from evoattn.backends.hopper.lib.copies import TmaTiles, fill_zeros, load_tma, store_tma
 from evoattn.backends.hopper.lib.live_rows import LineSizes, LiveRows, clear_skipped, line_time
 from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
@@ -40,17 +31,8 @@ from evoattn.backends.hopper.lib.ring import Ring
 from evoattn.backends.hopper.lib.schedule import Span, share
 from evoattn.backends.hopper.tiles import MMA_M, QUERIES, pad_channels
 
-
-class KeyArguments(
-    namedtuple("KeyArguments", "mQ mK mPair mTerms mStats mdMask mSums mdPair mOrder mStarts scale stride_b stride_n")
-):
-    """The arguments of the kernel, but for the tensors that the copy engine alone reads and writes: v, dO, dk, dv and dq.
-
-    mQ, mK: [b,n,h,l,d]. mPair: the pair bias, [b|1,h|1,q,k]; or if it streams, [b|1,h|1,tiles of k,tiles of q,64 * 64].
-    mTerms, mStats: as in `QueryArguments`. mdMask: float32 [b,n,h,k], each head's part of d(mask bias), or None. mSums: float32
-    [fours, 4], d(pair bias) as `QueryGradients` has summed it, or None. mdPair: [fours, 4], the same in its final dtype, or
-    None. mOrder, mStarts: [b,2,n] and [b, panels + 2], as in `live_rows`, or None.
-    """
+PARAMETERS = "mQ mK mPair mTiles mTerms mStats mdMask mSums mdPair mOrder mStarts scale stride_b stride_n"
+"""Those of `KeyGradients.arguments` that the kernel itself reads or writes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,19 +109,14 @@ class KeyGradients(KernelVariant):
         )
 
     @cute.jit
-    def __call__(
-        self, mQ, mK, mV, mdO, mPair, mTerms, mStats, mdK, mdV, mdMask, mSums, mdPair, mdQ, mOrder, mStarts, scale,
-        stride_b, stride_n, blocks, stream: cuda.CUstream,
-    ):  # fmt: skip
-        """Launch the kernel; `KeyArguments` explains the tensors. mdQ: dq, of which skipped rows are set to zero; or None."""
+    def __call__(self, args, stream: cuda.CUstream):
         lk, lq, _, lo = self.layouts()
-        tma_K, tma_V = (load_tma(x, lk, (MMA_M, pad_channels(self.channels))) for x in (mK, mV))
-        tma_Q, tma_dO = (load_tma(x, lq, (QUERIES, pad_channels(self.channels))) for x in (mQ, mdO))
-        tma_dK, tma_dV = (store_tma(x, lo, (16, pad_channels(self.channels))) for x in (mdK, mdV))
-        tma_dQ = store_tma(mdQ, lo, (16, pad_channels(self.channels))) if const_expr(self.clears) else tma_dK
-        args = KeyArguments(mQ, mK, mPair, mTerms, mStats, mdMask, mSums, mdPair, mOrder, mStarts, scale, stride_b, stride_n)
-        self.kernel(tma_K, tma_V, tma_Q, tma_dO, tma_dK, tma_dV, tma_dQ, args).launch(
-            grid=(blocks, 1, 1), block=((self.streams + 1) * 128, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
+        tma_K, tma_V = (load_tma(x, lk, (MMA_M, pad_channels(self.channels))) for x in (args.mK, args.mV))
+        tma_Q, tma_dO = (load_tma(x, lq, (QUERIES, pad_channels(self.channels))) for x in (args.mQ, args.mdO))
+        tma_dK, tma_dV = (store_tma(x, lo, (16, pad_channels(self.channels))) for x in (args.mdK, args.mdV))
+        tma_dQ = store_tma(args.mdQ, lo, (16, pad_channels(self.channels))) if const_expr(self.clears) else tma_dK
+        self.kernel(tma_K, tma_V, tma_Q, tma_dO, tma_dK, tma_dV, tma_dQ, select(args, PARAMETERS)).launch(
+            grid=(args.blocks, 1, 1), block=((self.streams + 1) * 128, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
     def allocate(self):
@@ -221,20 +198,30 @@ class KeyGradients(KernelVariant):
             thread, stores = (tid, warp_idx, lane), (copy_dK, copy_dV)
             consumer.consume(self, args, span, sizes, (LQ, LK), shared, rings, sRows, stores, inverse, NT, thread)
 
-    def arguments(self) -> tuple[Any, ...]:
-        B, N, H, LQ, LK, words, fours = sym_sizes(7)
-        q, k, v, do, dk, dv = (lines_spec(self.dtype, B, N, H, length, self.channels) for length in (LQ, LK, LK, LQ, LK, LK))
-        pair = pair_bias_spec(self.bias, LQ, LK, vector=False)
-        if self.streamed:
-            pair = lines_spec(self.tile, *sym_sizes(4), MMA_M * QUERIES)
-        dmask = float32_spec(B, N, H, LK) if self.mask_gradient else None
-        added = TensorSpec(Float32, (fours, 4), (4, 1), 16) if self.rounds else None
-        dpair = TensorSpec(self.dtype, (fours, 4), (4, 1), 8) if self.rounds else None
-        dq = lines_spec(self.dtype, B, N, H, LQ, self.channels) if self.clears else None
-        live = live_rows_spec() if self.skips else (None, None)
-        numbers = (Float32(0), Int32(0), Int32(0), Int32(0))
-        row, stats = lines_spec(self.dtype, *sym_sizes(2)), float32_spec(B, N, H, words, align=16)
-        return q, k, v, do, pair, row, stats, dk, dv, dmask, added, dpair, dq, *live, *numbers
+    def arguments(self) -> dict[str, Any]:
+        t = Tensors(self.dtype)
+        return {
+            "mQ": t.lines("bnhq", self.channels),
+            "mK": t.lines("bnhk", self.channels),
+            "mV": t.lines("bnhk", self.channels),
+            "mdO": t.lines("bnhq", self.channels),
+            # the pair bias; or tiles of one that streams, [b|1,h|1,tiles of k,tiles of q,64 * 64]
+            "mPair": None if self.streamed else t.pair_bias(self.bias, vector=False),
+            "mTiles": t.lines("????", MMA_M * QUERIES, dtype=self.tile) if self.streamed else None,
+            "mTerms": t.lines("??"),  # as in `QueryGradients`
+            "mStats": t.floats("bnh?", align=16),
+            "mdK": t.lines("bnhk", self.channels),
+            "mdV": t.lines("bnhk", self.channels),
+            "mdMask": t.floats("bnhk") if self.mask_gradient else None,  # each head's part of d(mask bias)
+            "mSums": t.fours("f", Float32) if self.rounds else None,  # d(pair bias) as `QueryGradients` has summed it
+            "mdPair": t.fours("f", self.dtype) if self.rounds else None,  # the same in its final dtype
+            "mdQ": t.lines("bnhq", self.channels) if self.clears else None,  # of which skipped rows are set to zero
+            **(t.live_rows() if self.skips else {"mOrder": None, "mStarts": None}),
+            "scale": Float32(0),
+            "stride_b": Int32(0),
+            "stride_n": Int32(0),
+            "blocks": Int32(0),
+        }
 
 
 @cute.jit

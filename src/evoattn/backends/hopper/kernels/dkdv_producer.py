@@ -70,12 +70,12 @@ def produce(
 @cute.jit
 def produce_bias(variant, args, span: Span, sizes: LineSizes, pair_ring: cute.Pointer, ring, NT: Int32, lane: Int32):
     """Load the tiles of the pair bias, each once for all streams."""
-    NS, mPair, live = variant.streams, args.mPair, LiveRows(args.mOrder, args.mStarts)
+    NS, mTiles, live = variant.streams, args.mTiles, LiveRows(args.mOrder, args.mStarts)
     slot, time = ring.start(), span.begin
     while time < span.end:
         i, h, b, p0, p1, start, rows = next_panel(variant, time, span, live, sizes, lane)
         time = cutlass.min(start + rows, span.end)
-        tiles = mPair[b % mPair.shape[0], h % mPair.shape[1], i, None, None]
+        tiles = mTiles[b % mTiles.shape[0], h % mTiles.shape[1], i, None, None]
         for _ in cutlass.range((p1 - p0 + NS - 1) // NS, unroll=1):
             for j in cutlass.range(NT, unroll=1):
                 ring.producer_acquire(slot)

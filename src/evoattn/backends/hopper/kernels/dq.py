@@ -14,7 +14,6 @@ goes from the last block to the first, and each adds its part. The first block w
 from __future__ import annotations
 
 import dataclasses
-from collections import namedtuple
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -27,25 +26,15 @@ from evoattn.backends.hopper.kernels import dq_consumer as consumer
 from evoattn.backends.hopper.kernels.dq_producer import produce_keys, produce_rows
 from evoattn.backends.hopper.kernels.dq_sum import QuerySizes, Sums, sum_rows
 from evoattn.backends.hopper.kernels.key_bias import TERMS
-from evoattn.backends.hopper.launch import KernelVariant, float32_spec, lines_spec, live_rows_spec, pair_bias_spec, sym_sizes
+from evoattn.backends.hopper.launch import KernelVariant, Tensors, select
 from evoattn.backends.hopper.lib.copies import TmaTiles, load_tma, store_tma
 from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
 from evoattn.backends.hopper.lib.schedule import Span, change_of, count_units, share
 from evoattn.backends.hopper.tiles import MMA_M, SLICE, pad_channels, query_interleave, query_sums
 
-
-class QueryArguments(
-    namedtuple("QueryArguments", "mQ mK mPair mTerms mLSE mdLSE mStats mdPair mOrder mStarts scale stride_b stride_n")
-):
-    """The arguments of the kernel, but for the tensors that the copy engine reads and writes: v, o, dO and dq.
-
-    mQ, mK: [b,n,h,l,d]. mPair: the pair bias, [b|1,h|1,q,k]. mTerms: terms of the key bias, [r, keys * TERMS], of at least
-    cluster * groups * slices * 32 keys; row n of batch b has r = b * stride_b + n * stride_n. mLSE, mdLSE: [b,n,h,q].
-    mStats: for `KeyGradients`, [b,n,h,tiles of 64 queries * TILE_WORDS]. mdPair: [b|1,h|1,q,keys], zeroed, lines a multiple
-    of 4 long; or, with `partial`, [(clusters + panels) * cluster, slices * 4, groups * 128, 4] for `PanelSum`. mOrder, mStarts:
-    [b,2,n] and [b, panels + 2] as in `live_rows`, or None.
-    """
+PARAMETERS = "mQ mK mPair mTerms mLSE mdLSE mStats mSums mParts mOrder mStarts scale stride_b stride_n"
+"""Those of `QueryGradients.arguments` that the kernel itself reads or writes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,18 +114,13 @@ class QueryGradients(KernelVariant):
         )
 
     @cute.jit
-    def __call__(
-        self, mQ, mK, mV, mO, mdO, mPair, mTerms, mLSE, mdLSE, mStats, mdQ, mdPair, mOrder, mStarts, scale, stride_b, stride_n,
-        blocks, stream: cuda.CUstream,
-    ):  # fmt: skip
-        """Launch the kernel; `QueryArguments` explains the tensors."""
+    def __call__(self, args, stream: cuda.CUstream):
         lq, lk, _, lo = self.layouts()
-        tma_Q, tma_dO, tma_O = (load_tma(x, lq, (MMA_M, pad_channels(self.channels))) for x in (mQ, mdO, mO))
-        tma_K, tma_V = (load_tma(x, lk, (self.keys, pad_channels(self.channels))) for x in (mK, mV))
-        tma_dQ = store_tma(mdQ, lo, (16, pad_channels(self.channels)))
-        args = QueryArguments(mQ, mK, mPair, mTerms, mLSE, mdLSE, mStats, mdPair, mOrder, mStarts, scale, stride_b, stride_n)
-        self.kernel(tma_Q, tma_dO, tma_O, tma_K, tma_V, tma_dQ, args).launch(
-            grid=(blocks, 1, 1), block=((self.groups + 1) * 128, 1, 1),
+        tma_Q, tma_dO, tma_O = (load_tma(x, lq, (MMA_M, pad_channels(self.channels))) for x in (args.mQ, args.mdO, args.mO))
+        tma_K, tma_V = (load_tma(x, lk, (self.keys, pad_channels(self.channels))) for x in (args.mK, args.mV))
+        tma_dQ = store_tma(args.mdQ, lo, (16, pad_channels(self.channels)))
+        self.kernel(tma_Q, tma_dO, tma_O, tma_K, tma_V, tma_dQ, select(args, PARAMETERS)).launch(
+            grid=(args.blocks, 1, 1), block=((self.groups + 1) * 128, 1, 1),
             cluster=(self.cluster, 1, 1) if self.cluster > 1 else None, stream=stream, min_blocks_per_mp=1,
             use_pdl=self.key_bias,
         )  # fmt: skip
@@ -236,14 +220,29 @@ class QueryGradients(KernelVariant):
         if const_expr(CL > 1):
             consumer.sync_cluster(self)  # no block leaves while another one may still write to its shared memory
 
-    def arguments(self) -> tuple[Any, ...]:
-        B, N, H, LQ, LK, words = sym_sizes(6)
-        q, k, v, o, do, dq = (lines_spec(self.dtype, B, N, H, length, self.channels) for length in (LQ, LK, LK, LQ, LQ, LQ))
-        pair = pair_bias_spec(self.bias, LQ, LK, vector=self.vector)
-        lse, dlse, stats = float32_spec(B, N, H, LQ), float32_spec(B, N, H, LQ), float32_spec(B, N, H, words, align=16)
-        dpair = float32_spec(*sym_sizes(2), LQ, *sym_sizes(1), align=16)
-        if self.partial:
-            dpair = float32_spec(*sym_sizes(1), self.slices * 4, self.groups * 128, 4, align=16)
-        live = live_rows_spec() if self.skips else (None, None)
-        numbers = (Float32(0), Int32(0), Int32(0), Int32(0))
-        return q, k, v, o, do, pair, lines_spec(self.dtype, *sym_sizes(2)), lse, dlse, stats, dq, dpair, *live, *numbers
+    def arguments(self) -> dict[str, Any]:
+        t = Tensors(self.dtype)
+        return {
+            "mQ": t.lines("bnhq", self.channels),
+            "mK": t.lines("bnhk", self.channels),
+            "mV": t.lines("bnhk", self.channels),
+            "mO": t.lines("bnhq", self.channels),
+            "mdO": t.lines("bnhq", self.channels),
+            "mPair": t.pair_bias(self.bias, vector=self.vector),
+            # terms of the key bias [r, keys * TERMS], of at least cluster * groups * slices * 32 keys; row n of batch b has
+            # r = b * stride_b + n * stride_n
+            "mTerms": t.lines("??"),
+            "mLSE": t.floats("bnhq"),
+            "mdLSE": t.floats("bnhq"),
+            "mStats": t.floats("bnh?", align=16),  # for `KeyGradients`: [b,n,h,tiles of 64 queries * TILE_WORDS]
+            "mdQ": t.lines("bnhq", self.channels),
+            # d(pair bias) [b|1,h|1,q,keys], zeroed, lines a multiple of 4 long; or parts of it, for `PanelSum`:
+            # [(clusters + panels) * cluster, slices * 4, groups * 128, 4]
+            "mSums": None if self.partial else t.floats("??q?", align=16),
+            "mParts": t.floats("?", self.slices * 4, self.groups * 128, 4, align=16) if self.partial else None,
+            **(t.live_rows() if self.skips else {"mOrder": None, "mStarts": None}),
+            "scale": Float32(0),
+            "stride_b": Int32(0),
+            "stride_n": Int32(0),
+            "blocks": Int32(0),
+        }

@@ -329,7 +329,7 @@ def consume(
     More than 60 lines: a part of a loop in a function of its own changes what the compiler carries through the loop.
     """
     ST, WG, (N, H, NQ, LQ), (tid, warp_idx, lane) = variant.stages, variant.groups, sizes, thread
-    mPair, mdPair = args.mPair, args.mdPair
+    mPair, mSums = args.mPair, args.mSums
     wg, wg_warp, wg_tid = warp_idx // 4, warp_idx % 4, tid % 128
     g, t4 = lane // 4, lane % 4
     operands, (copy, source, tSrQ, rdO, rO) = make_fragments(variant, shared, inverse, wg_tid, t4)
@@ -389,9 +389,10 @@ def consume(
             row_count += 1
         if const_expr(variant.bias_gradient):
             if const_expr(variant.partial):
-                dq_sum.store_pair_part(variant, operands.acc_dPair, mdPair, (span.block + panel) * variant.cluster + rank, tid)
+                part = (span.block + panel) * variant.cluster + rank
+                dq_sum.store_pair_part(variant, operands.acc_dPair, args.mParts, part, tid)
             else:
-                pair_b, pair_h = b % mdPair.shape[0], h % mdPair.shape[1]
-                dq_sum.add_pair_part(variant, operands.acc_dPair, mdPair, pair_b, pair_h, q0, first_key, LQ, LK, t4)
+                pair_b, pair_h = b % mSums.shape[0], h % mSums.shape[1]
+                dq_sum.add_pair_part(variant, operands.acc_dPair, mSums, pair_b, pair_h, q0, first_key, LQ, LK, t4)
     if const_expr(not variant.warp_sums_dq):
         arch.cp_async_bulk_wait_group(0)

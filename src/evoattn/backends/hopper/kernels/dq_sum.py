@@ -17,7 +17,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, range_cons
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import warpgroup
 
-from evoattn.backends.hopper.launch import KernelVariant, float32_spec, pair_bias_spec, sym_sizes
+from evoattn.backends.hopper.launch import KernelVariant, Tensors
 from evoattn.backends.hopper.lib.copies import store_accumulator
 from evoattn.backends.hopper.lib.primitives import add_four, store_remote
 from evoattn.backends.hopper.lib.ring import release, sleep_until
@@ -195,12 +195,12 @@ def release_queries(rings, more: Boolean, lane: Int32):
 
 @cute.jit
 def add_pair_part(
-    variant, acc_dPair, mdPair: cute.Tensor, b: Int32, h: Int32, q0: Int32, first_key: Int32, LQ: Int32, LK: Int32, t4: Int32
+    variant, acc_dPair, mSums: cute.Tensor, b: Int32, h: Int32, q0: Int32, first_key: Int32, LQ: Int32, LK: Int32, t4: Int32
 ):
     """Add this block's part of d(pair bias): two neighbours exchange halves, so that each adds four numbers of one query."""
     odd = t4 % 2 == 1
     q = q0 + 8 * (t4 % 2)
-    line = mdPair[b, h, cutlass.min(q, LQ - 1), None].iterator
+    line = mSums[b, h, cutlass.min(q, LQ - 1), None].iterator
     for u in range_constexpr(variant.slices):
         for x in range_constexpr(4):
             key = first_key + slice_key(variant, u) + 8 * x - 2 * (t4 % 2)
@@ -230,7 +230,10 @@ def store_pair_part(variant, acc_dPair, mParts: cute.Tensor, slot: Int32, tid: I
 
 @dataclasses.dataclass(frozen=True)
 class PanelSum(KernelVariant):
-    """partials [slot, fragment, thread, 4] -> d(pair bias) [b,h,q,k]. A block sums one fragment of a panel of 64 queries."""
+    """mParts [slot, fragment, thread, 4] -> mSums [b,h,q,k]. A block sums one fragment of a panel of 64 queries.
+
+    n: rows of a (b, h); blocks: clusters that `QueryGradients` was launched with.
+    """
 
     dtype: Any  # cutlass type of d(pair bias)
     _: dataclasses.KW_ONLY
@@ -242,19 +245,17 @@ class PanelSum(KernelVariant):
     timed: bool = True
 
     @cute.jit
-    def __call__(self, mParts: cute.Tensor, mdPair: cute.Tensor, n: Int32, blocks: Int32, stream: cuda.CUstream):
-        """n: rows of a (b, h); blocks: clusters that `QueryGradients` was launched with."""
-        B, H, LQ, _ = mdPair.shape
+    def __call__(self, args, stream: cuda.CUstream):
+        B, H, LQ, _ = args.mSums.shape
         panels = B * H * ((LQ + MMA_M - 1) // MMA_M)
-        self.kernel(mParts, mdPair, n, blocks).launch(
-            grid=(panels, 4 * self.slices, self.cluster), block=(self.groups * 128, 1, 1), stream=stream
-        )
+        self.kernel(args).launch(grid=(panels, 4 * self.slices, self.cluster), block=(self.groups * 128, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, mParts: cute.Tensor, mdPair: cute.Tensor, n: Int32, blocks: Int32):
+    def kernel(self, args):
+        mParts, mSums, n, blocks = args
         tid, _, _ = arch.thread_idx()
         panel, x, rank = arch.block_idx()
-        B, H, LQ, LK = mdPair.shape
+        B, H, LQ, LK = mSums.shape
         NQ = (LQ + MMA_M - 1) // MMA_M
         panels, change = Int64(B * H * NQ), Int32(0)
         each = Int32(share(panels * n, blocks))
@@ -275,7 +276,7 @@ class PanelSum(KernelVariant):
         k = slice_key(self, x // 4, rank * self.groups + wg) + x % 4 * 8 + wg_tid % 4 * 2
         for r in range_constexpr(2):
             if q + 8 * r < LQ and k < LK:
-                line = mdPair[panel // NQ // H, panel // NQ % H, q + 8 * r, None]
+                line = mSums[panel // NQ // H, panel // NQ % H, q + 8 * r, None]
                 if const_expr(self.vector):
                     two = cute.make_rmem_tensor(2, self.dtype)
                     two[0], two[1] = sums[2 * r].to(self.dtype), sums[2 * r + 1].to(self.dtype)
@@ -285,7 +286,7 @@ class PanelSum(KernelVariant):
                     if k + 1 < LK:
                         line[k + 1] = sums[2 * r + 1].to(self.dtype)
 
-    def arguments(self) -> tuple[Any, ...]:
-        slots, queries, keys = sym_sizes(3)
-        mParts = float32_spec(slots, self.slices * 4, self.groups * 128, 4, align=16)
-        return mParts, pair_bias_spec(self.dtype, queries, keys, vector=self.vector), Int32(0), Int32(0)
+    def arguments(self) -> dict[str, Any]:
+        t = Tensors()
+        parts = t.floats("?", self.slices * 4, self.groups * 128, 4, align=16)
+        return {"mParts": parts, "mSums": t.pair_bias(self.dtype, vector=self.vector), "n": Int32(0), "blocks": Int32(0)}

@@ -24,7 +24,6 @@ running maximum. A query for which that overflows shows in its sum, and `repair`
 from __future__ import annotations
 
 import dataclasses
-from collections import namedtuple
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -38,7 +37,7 @@ from evoattn.backends.hopper.kernels.forward_mma import ForwardRings
 from evoattn.backends.hopper.kernels.forward_producer import produce
 from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.kernels.repair import WARP_QUERIES
-from evoattn.backends.hopper.launch import KernelVariant, float32_spec, key_ends_spec, lines_spec, strided_spec, sym_sizes
+from evoattn.backends.hopper.launch import KernelVariant, Tensors, select
 from evoattn.backends.hopper.lib.copies import TmaTiles, load_tma, store_tma
 from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
@@ -48,17 +47,10 @@ from evoattn.backends.hopper.tiles import CHAIN, CONSUMERS, FORWARD_QUERIES, HAL
 THREADS = (CONSUMERS + 1) * 128
 
 
-class ForwardArguments(
-    namedtuple("ForwardArguments", "mTerms mEnds mKeyBias mRawPair mPair mQ mK mV mO mLSE mReference mPairReference "
-        "stride_b stride_n scale interleave")
-):  # fmt: skip
-    """The arguments of the kernel.
-
-    mQ, mK, mV, mO: [b,n,h,l,d]. mTerms, mEnds, mKeyBias: the key bias as `KeyBias` writes it, [r, keys * TERMS], [r] and
-    [r, keys]; row n of batch b has r = b * stride_b + n * stride_n. mRawPair: the user's pair bias, [b|1,h|1,q,k]. mPair,
-    mPairReference: what `PairBias` makes of it, and [b|1,h|1,q]; in float32 the tiles of `PairBiasTiles`, an even number of q.
-    mLSE, mReference: [b,n,h,q].
-    """
+PARAMETERS = (
+    "mTerms mEnds mKeyBias mRawPair mPair mQ mK mV mO mLSE mReference mPairReference stride_b stride_n scale interleave"
+)
+"""Those of `Forward.arguments` that the kernel itself reads or writes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,21 +116,33 @@ class Forward(KernelVariant):
         """Tiles of the pair bias that lie in shared memory."""
         return HALVES * (CHAIN if self.resident else self.stages) if self.pair else 1
 
-    def arguments(self) -> tuple[Any, ...]:
-        b, n, h, lq, lk = sym_sizes(5)
-        q, k, v, o = (lines_spec(self.dtype, b, n, h, length, self.channels) for length in (lq, lk, lk, lq))
-        terms, ends = (lines_spec(self.dtype, *sym_sizes(2)), key_ends_spec()) if self.key_bias else (None, None)
-        key_bias = float32_spec(*sym_sizes(2)) if self.key_bias and self.pair else None
-        raw_pair = pair = pair_reference = None
+    def arguments(self) -> dict[str, Any]:
+        t, pair = Tensors(self.dtype), dict[str, Any].fromkeys(("mRawPair", "mPair", "mPairReference"))
         if self.pair:
-            raw_pair = strided_spec(Float32 if self.float32_pair else self.dtype, *sym_sizes(4))
-            pair = lines_spec(self.dtype, *sym_sizes(4))
-            if self.float32_pair:
-                pair = lines_spec(Float32, *sym_sizes(4), MMA_M * KEYS)
-            pair_reference = float32_spec(*sym_sizes(3))
-        lse, reference = float32_spec(b, n, h, lq), float32_spec(b, n, h, lq)
-        numbers = (Int32(0), Int32(0), Float32(0.0), Int32(0), Int32(0))
-        return q, k, v, terms, ends, key_bias, raw_pair, pair, o, lse, reference, pair_reference, *numbers
+            # the user's pair bias [b|1,h|1,q,k]; what `PairBias` makes of it, or the tiles of `PairBiasTiles`; references
+            pair["mRawPair"] = t.strided("????", Float32 if self.float32_pair else self.dtype)
+            pair["mPair"] = t.lines("????", MMA_M * KEYS, dtype=Float32) if self.float32_pair else t.lines("????")
+            pair["mPairReference"] = t.floats("???")
+        return {
+            "mQ": t.lines("bnhq", self.channels),
+            "mK": t.lines("bnhk", self.channels),
+            "mV": t.lines("bnhk", self.channels),
+            # the key bias as `KeyBias` writes it; row n of batch b has r = b * stride_b + n * stride_n
+            "mTerms": t.lines("??") if self.key_bias else None,  # [r, keys * TERMS]
+            "mEnds": t.ends() if self.key_bias else None,  # [r]
+            "mKeyBias": t.floats("??") if self.key_bias and self.pair else None,  # [r, keys]
+            "mRawPair": pair["mRawPair"],
+            "mPair": pair["mPair"],
+            "mO": t.lines("bnhq", self.channels),
+            "mLSE": t.floats("bnhq"),
+            "mReference": t.floats("bnhq"),
+            "mPairReference": pair["mPairReference"],
+            "stride_b": Int32(0),
+            "stride_n": Int32(0),
+            "scale": Float32(0.0),
+            "interleave": Int32(0),
+            "blocks": Int32(0),
+        }
 
     def layouts(self):
         return (
@@ -151,25 +155,17 @@ class Forward(KernelVariant):
         )
 
     @cute.jit
-    def __call__(
-        self, mQ, mK, mV, mTerms, mEnds, mKeyBias, mRawPair, mPair, mO, mLSE, mReference, mPairReference, stride_b, stride_n,
-        scale, interleave, blocks, stream: cuda.CUstream,
-    ):  # fmt: skip
-        """Launch the kernel; `ForwardArguments` explains the tensors."""
+    def __call__(self, args, stream: cuda.CUstream):
         lq, lk, lv, lp, _, lo = self.layouts()
-        tma_Q = load_tma(mQ, lq, (MMA_M, pad_channels(self.channels)))
-        tma_K = load_tma(mK, lk, (KEYS, self.key_width))
-        tma_V = load_tma(mV, lv, (pad_channels(self.channels), KEYS), (4, 3, 2, 1, 0))
-        tma_O = store_tma(mO, lo, (16, pad_channels(self.channels)))
+        tma_Q = load_tma(args.mQ, lq, (MMA_M, pad_channels(self.channels)))
+        tma_K = load_tma(args.mK, lk, (KEYS, self.key_width))
+        tma_V = load_tma(args.mV, lv, (pad_channels(self.channels), KEYS), (4, 3, 2, 1, 0))
+        tma_O = store_tma(args.mO, lo, (16, pad_channels(self.channels)))
         tma_pair = tma_Q
         if const_expr(self.streamed and not self.float32_pair):
-            tma_pair = load_tma(mPair, lp, (MMA_M, KEYS), (2, 3, 1, 0))
-        args = ForwardArguments(
-            mTerms, mEnds, mKeyBias, mRawPair, mPair, mQ, mK, mV, mO, mLSE, mReference, mPairReference, stride_b, stride_n,
-            scale, interleave,
-        )  # fmt: skip
-        self.kernel(tma_Q, tma_K, tma_V, tma_pair, tma_O, args).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.dependent
+            tma_pair = load_tma(args.mPair, lp, (MMA_M, KEYS), (2, 3, 1, 0))
+        self.kernel(tma_Q, tma_K, tma_V, tma_pair, tma_O, select(args, PARAMETERS)).launch(
+            grid=(args.blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.dependent
         )
 
     def allocate(self):

@@ -15,7 +15,6 @@ cyclically. Each begins with a third of the tiles, to which it is the first to a
 from __future__ import annotations
 
 import dataclasses
-from collections import namedtuple
 from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
@@ -26,22 +25,14 @@ from cutlass.memory import SmemAllocator
 from evoattn.backends.hopper.kernels import fused_consumer as consumer
 from evoattn.backends.hopper.kernels.fused_producer import GROUPS, FusedSizes, produce, produce_statistics
 from evoattn.backends.hopper.kernels.statistics import TILE_WORDS
-from evoattn.backends.hopper.launch import KernelVariant, float32_spec, key_ends_spec, lines_spec, sym_sizes
+from evoattn.backends.hopper.launch import KernelVariant, Tensors, select
 from evoattn.backends.hopper.lib.copies import TmaTiles, load_tma
 from evoattn.backends.hopper.lib.primitives import block_and_thread, k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
 from evoattn.backends.hopper.tiles import MMA_M, QUERIES, pad_channels
 
-
-class FusedArguments(
-    namedtuple("FusedArguments", "mO mdO mK mTerms mLSE mdLSE mdQ mdK mdV mdMask mEnds scale stride_b stride_n")
-):
-    """The arguments of the kernel, but for q and v, which the copy engine alone reads.
-
-    mO, mdO, mK, mdQ, mdK, mdV: [b,n,h,l,d]. mTerms: terms of the key bias, [r, keys * TERMS], of whole tiles of 64 keys; row n
-    of batch b has r = b * stride_b + n * stride_n. mLSE, mdLSE: [b,n,h,q]. mdMask: float32 [b,n,h,k], or None. mEnds [r]: the
-    number of keys up to the last that is not masked; the gradients of tiles beyond are cleared, except of the first tile.
-    """
+PARAMETERS = "mO mdO mK mTerms mLSE mdLSE mdQ mdK mdV mdMask mEnds scale stride_b stride_n"
+"""Those of `FusedGradients.arguments` that the kernel itself reads or writes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,18 +63,14 @@ class FusedGradients(KernelVariant):
         )
 
     @cute.jit
-    def __call__(
-        self, mQ, mK, mV, mO, mdO, mTerms, mLSE, mdLSE, mdQ, mdK, mdV, mdMask, mEnds, scale, stride_b, stride_n, blocks,
-        stream: cuda.CUstream,
-    ):  # fmt: skip
-        """Launch the kernel; `FusedArguments` explains the tensors."""
+    def __call__(self, args, stream: cuda.CUstream):
         lk, _, lq, _, _, _ = self.layouts()
-        tma_K, tma_V = (load_tma(x, lk, (MMA_M, pad_channels(self.channels))) for x in (mK, mV))
-        tma_Q, tma_dO = (load_tma(x, lq, (QUERIES, pad_channels(self.channels))) for x in (mQ, mdO))
-        args = FusedArguments(mO, mdO, mK, mTerms, mLSE, mdLSE, mdQ, mdK, mdV, mdMask, mEnds, scale, stride_b, stride_n)
-        self.kernel(tma_K, tma_V, tma_Q, tma_dO, args).launch(
-            grid=(blocks, 1, 1), block=((GROUPS + 1) * 128, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.key_bias
-        )
+        tma_K, tma_V = (load_tma(x, lk, (MMA_M, pad_channels(self.channels))) for x in (args.mK, args.mV))
+        tma_Q, tma_dO = (load_tma(x, lq, (QUERIES, pad_channels(self.channels))) for x in (args.mQ, args.mdO))
+        self.kernel(tma_K, tma_V, tma_Q, tma_dO, select(args, PARAMETERS)).launch(
+            grid=(args.blocks, 1, 1), block=((GROUPS + 1) * 128, 1, 1), stream=stream, min_blocks_per_mp=1,
+            use_pdl=self.key_bias,
+        )  # fmt: skip
 
     def allocate(self):
         """The shared memory of a block: tiles, statistics, sums of dq, what a warp remembers of its rows, and rings."""
@@ -145,11 +132,25 @@ class FusedGradients(KernelVariant):
             arch.setmaxregister_increase(152)
             consumer.consume(self, bid, blocks, items, args, sizes, shared, rings, inverse, tid, warp_idx, lane)
 
-    def arguments(self) -> tuple[Any, ...]:
-        B, N, H, LQ, LK = sym_sizes(5)
-        lengths = (LQ, LK, LK, LQ, LQ, LQ, LK, LK)
-        q, k, v, o, do, dq, dk, dv = (lines_spec(self.dtype, B, N, H, length, self.channels) for length in lengths)
-        key_bias, lse, dlse = lines_spec(self.dtype, *sym_sizes(2)), float32_spec(B, N, H, LQ), float32_spec(B, N, H, LQ)
-        dmask = float32_spec(B, N, H, LK) if self.mask_gradient else None
-        ends = key_ends_spec() if self.key_bias else None
-        return q, k, v, o, do, key_bias, lse, dlse, dq, dk, dv, dmask, ends, Float32(0), Int32(0), Int32(0), Int32(0)
+    def arguments(self) -> dict[str, Any]:
+        t = Tensors(self.dtype)
+        return {
+            "mQ": t.lines("bnhq", self.channels),
+            "mK": t.lines("bnhk", self.channels),
+            "mV": t.lines("bnhk", self.channels),
+            "mO": t.lines("bnhq", self.channels),
+            "mdO": t.lines("bnhq", self.channels),
+            "mTerms": t.lines("??"),  # as in `QueryGradients`, of whole tiles of 64 keys
+            "mLSE": t.floats("bnhq"),
+            "mdLSE": t.floats("bnhq"),
+            "mdQ": t.lines("bnhq", self.channels),
+            "mdK": t.lines("bnhk", self.channels),
+            "mdV": t.lines("bnhk", self.channels),
+            "mdMask": t.floats("bnhk") if self.mask_gradient else None,  # each head's part of d(mask bias)
+            # the gradients of tiles of keys beyond the end of a row are cleared, except of the first tile
+            "mEnds": t.ends() if self.key_bias else None,
+            "scale": Float32(0),
+            "stride_b": Int32(0),
+            "stride_n": Int32(0),
+            "blocks": Int32(0),
+        }

@@ -14,7 +14,7 @@ import cuda.bindings.driver as cuda
 from cutlass import Float32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.launch import KernelVariant, float32_spec, lines_spec, strided_spec, sym_sizes
+from evoattn.backends.hopper.launch import KernelVariant, Tensors
 from evoattn.backends.hopper.lib.primitives import sigmoid
 from evoattn.backends.hopper.lib.schedule import place
 from evoattn.core.numerics import LN2
@@ -56,11 +56,12 @@ class GateProduct(KernelVariant):
     channels: int  # C
 
     @cute.jit
-    def __call__(self, mO: cute.Tensor, mGate: cute.Tensor, stream: cuda.CUstream):
-        self.kernel(mO, mGate).launch(grid=_grid(mO, self.channels), block=(_THREADS, 1, 1), stream=stream)
+    def __call__(self, args, stream: cuda.CUstream):
+        self.kernel(args).launch(grid=_grid(args.mO, self.channels), block=(_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, mO: cute.Tensor, mGate: cute.Tensor):
+    def kernel(self, args):
+        mO, mGate = args
         b, n, h, q, part = _own_vector(mO, self.channels)
         if q < mO.shape[3] and part < self.channels // _VECTOR:
             rO, rG = (cute.make_rmem_tensor(_VECTOR, self.dtype) for _ in range(2))
@@ -71,9 +72,9 @@ class GateProduct(KernelVariant):
                 rO[i] = (rO[i].to(Float32) * sigmoid(rG[i].to(Float32))).to(self.dtype)
             cute.autovec_copy(rO, gO)
 
-    def arguments(self) -> tuple[Any, ...]:
-        shape = (*sym_sizes(4), self.channels)
-        return lines_spec(self.dtype, *shape), lines_spec(self.dtype, *shape)
+    def arguments(self) -> dict[str, Any]:
+        t = Tensors(self.dtype)
+        return {"mO": t.lines("bnhq", self.channels), "mGate": t.lines("bnhq", self.channels)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +92,12 @@ class GatePass(KernelVariant):
     gradient: bool  # whether the third is
 
     @cute.jit
-    def __call__(self, mO, mdO, mGate, mdLSE, mGated, mDelta, mdGate, stream: cuda.CUstream):
-        self.kernel(mO, mdO, mGate, mdLSE, mGated, mDelta, mdGate).launch(
-            grid=_grid(mO, self.channels), block=(_THREADS, 1, 1), stream=stream
-        )
+    def __call__(self, args, stream: cuda.CUstream):
+        self.kernel(args).launch(grid=_grid(args.mO, self.channels), block=(_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, mO, mdO, mGate, mdLSE, mGated, mDelta, mdGate):
+    def kernel(self, args):
+        mO, mdO, mGate, mdLSE, mGated, mDelta, mdGate = args
         b, n, h, q, part = _own_vector(mO, self.channels)
         total = Float32(0.0)
         if q < mO.shape[3] and part < self.channels // _VECTOR:
@@ -123,9 +123,14 @@ class GatePass(KernelVariant):
                     value = value + mdLSE[b, n, h, q]
                 mDelta[b, n, h, q] = value
 
-    def arguments(self) -> tuple[Any, ...]:
-        queries = sym_sizes(4)
-        o, do, gate, gated, dgate = (lines_spec(self.dtype, *queries, self.channels) for _ in range(5))
-        dlse = strided_spec(Float32, *queries) if self.dlse else None
-        passed = (gated, float32_spec(*queries)) if self.passes else (None, None)
-        return o, do, gate, dlse, *passed, dgate if self.gradient else None
+    def arguments(self) -> dict[str, Any]:
+        t = Tensors(self.dtype)
+        return {
+            "mO": t.lines("bnhq", self.channels),
+            "mdO": t.lines("bnhq", self.channels),
+            "mGate": t.lines("bnhq", self.channels),
+            "mdLSE": t.strided("bnhq", Float32) if self.dlse else None,
+            "mGated": t.lines("bnhq", self.channels) if self.passes else None,
+            "mDelta": t.floats("bnhq") if self.passes else None,
+            "mdGate": t.lines("bnhq", self.channels) if self.gradient else None,
+        }

@@ -19,16 +19,7 @@ from cutlass import BFloat16, Float32, Int32, Uint8, Uint32, const_expr, cute, r
 from cutlass.cute import arch
 from cutlass.memory import SmemAllocator
 
-from evoattn.backends.hopper.launch import (
-    KernelVariant,
-    TensorSpec,
-    float32_spec,
-    key_ends_spec,
-    lines_spec,
-    live_rows_spec,
-    strided_spec,
-    sym_sizes,
-)
+from evoattn.backends.hopper.launch import KernelVariant, Tensors
 from evoattn.backends.hopper.lib.primitives import LOWEST_KEY, VETO, broadcast_load, make_finite, three_terms
 from evoattn.backends.hopper.tiles import KEYS, MOST_PANELS
 
@@ -65,30 +56,31 @@ class KeyBias(KernelVariant):
         """Threads of a block: many if one lists rows, so that each reads few."""
         return _THREADS_OF_LIST if self.lists else _THREADS
 
-    def arguments(self) -> tuple[Any, ...]:
-        mask = strided_spec(Uint8, *sym_sizes(3)) if self.mask else None
-        bias = strided_spec(self.bias, *sym_sizes(3)) if self.bias is not None else None
-        key_bias = float32_spec(*sym_sizes(2)) if self.unrounded else None
-        cleared = TensorSpec(Float32, (*sym_sizes(1), 4), (4, 1), 16) if self.clears else None
-        order, starts = live_rows_spec() if self.lists else (None, None)
-        return (
-            mask, bias, lines_spec(self.dtype, *sym_sizes(2)), key_ends_spec(), key_bias, cleared, order, starts, Int32(0),
-            Int32(0),
-        )  # fmt: skip
+    def arguments(self) -> dict[str, Any]:
+        t = Tensors(self.dtype)
+        return {
+            "mMask": t.strided("???", Uint8) if self.mask else None,
+            "mBias": t.strided("???", self.bias) if self.bias is not None else None,
+            "mTerms": t.lines("??"),
+            "mEnds": t.ends(),
+            "mKeyBias": t.floats("??") if self.unrounded else None,
+            "mCleared": t.fours("?", Float32) if self.clears else None,
+            **(t.live_rows() if self.lists else {"mOrder": None, "mStarts": None}),
+            "keys": Int32(0),
+            "n": Int32(0),  # rows of a batch
+        }
 
     @cute.jit
-    def __call__(self, mMask, mBias, mTerms, mEnds, mKeyBias, mCleared, mOrder, mStarts, keys, n, stream: cuda.CUstream):
-        blocks = mTerms.shape[0]
+    def __call__(self, args, stream: cuda.CUstream):
+        blocks = args.mTerms.shape[0]
         if const_expr(self.clears):
-            blocks = cutlass.max(blocks, (mCleared.shape[0] + CLEARED_VECTORS - 1) // CLEARED_VECTORS)
+            blocks = cutlass.max(blocks, (args.mCleared.shape[0] + CLEARED_VECTORS - 1) // CLEARED_VECTORS)
         if const_expr(self.lists):
-            blocks = blocks + mOrder.shape[0]
-        self.kernel(mMask, mBias, mTerms, mEnds, mKeyBias, mCleared, mOrder, mStarts, keys, n).launch(
-            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
-        )
+            blocks = blocks + args.mOrder.shape[0]
+        self.kernel(args).launch(grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True)
 
     @cute.kernel
-    def kernel(self, mMask, mBias, mTerms, mEnds, mKeyBias, mCleared, mOrder, mStarts, keys, n):
+    def kernel(self, args):
         # In this order: most warps of the next kernel wait for nothing, and all before this one has to be complete by then.
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
@@ -98,26 +90,25 @@ class KeyBias(KernelVariant):
         sTop, sLast = (smem.allocate_tensor(dtype, cute.make_layout(self.threads // 32)) for dtype in (Float32, Int32))
         if const_expr(self.lists):
             sCounts = smem.allocate_tensor(Int32, cute.make_layout(MOST_PANELS + 1))
-            r = r - mOrder.shape[0]
+            r = r - args.mOrder.shape[0]
             if r < 0:
-                self.list_rows(mMask, mOrder, mStarts, sCounts, keys, r + mOrder.shape[0], tid)
+                self.list_rows(args, sCounts, r + args.mOrder.shape[0], tid)
         if const_expr(self.clears):
             zeros = cute.make_rmem_tensor(4, Float32)
             zeros.fill(0.0)
             if r >= 0:
+                mCleared = args.mCleared
                 for x in cutlass.range(
                     r * CLEARED_VECTORS + tid, cutlass.min((r + 1) * CLEARED_VECTORS, mCleared.shape[0]), self.threads
                 ):
                     cute.autovec_copy(zeros, mCleared[x, None])
-        if r >= 0 and r < mTerms.shape[0]:
-            self.fill(mMask, mBias, mTerms, mEnds, mKeyBias, keys, n, r, tid, sTop, sLast)
+        if r >= 0 and r < args.mTerms.shape[0]:
+            self.fill(args, r, tid, sTop, sLast)
 
     @cute.jit
-    def list_rows(
-        self, mMask: cute.Tensor, mOrder: cute.Tensor, mStarts: cute.Tensor, sCounts: cute.Tensor, keys: Int32, b: Int32,
-        tid: Int32,
-    ):  # fmt: skip
+    def list_rows(self, args, sCounts: cute.Tensor, b: Int32, tid: Int32):
         """order and starts of batch b, by all threads of a block: a counting sort of the rows by their panels."""
+        mMask, mOrder, mStarts, keys = args.mMask, args.mOrder, args.mStarts, args.keys
         rows, panels = mOrder.shape[2], mStarts.shape[1] - 2
         for x in cutlass.range(tid, panels + 1, self.threads):
             sCounts[x] = Int32(0)
@@ -184,9 +175,10 @@ class KeyBias(KernelVariant):
         return live
 
     @cute.jit
-    def fill(self, mMask, mBias, mTerms, mEnds, mKeyBias, keys, n, r, tid, sTop: cute.Tensor, sLast: cute.Tensor):
+    def fill(self, args, r: Int32, tid: Int32, sTop: cute.Tensor, sLast: cute.Tensor):
         """Write the terms, the end and the key bias of row r, by all threads of a block."""
-        rb, rn = r // n, r % n
+        mMask, mBias, mTerms, keys = args.mMask, args.mBias, args.mTerms, args.keys
+        rb, rn = r // args.n, r % args.n
         warp, lane = tid // 32, tid % 32
         top = -Float32.inf
         if const_expr(self.bias is not None):
@@ -209,7 +201,7 @@ class KeyBias(KernelVariant):
                 x = arch.fmax(x - shift, Float32(-_LARGEST_FLOAT32))
             if const_expr(self.unrounded):
                 if j < keys:
-                    mKeyBias[r, j] = x
+                    args.mKeyBias[r, j] = x
             self.write(mTerms, r, j, x)
         last = arch.warp_redux_sync(last, "max")
         if lane == 0:
@@ -218,7 +210,7 @@ class KeyBias(KernelVariant):
         if tid == 0:
             for x in range_constexpr(self.threads // 32):
                 last = cutlass.max(last, sLast[x])
-            mEnds[r] = last
+            args.mEnds[r] = last
 
     @cute.jit
     def read(self, mMask: Any, mBias: Any, b: Int32, n: Int32, j: Int32) -> Float32:

@@ -15,7 +15,7 @@ import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.launch import KernelVariant, float32_spec, lines_spec, strided_spec, sym_sizes
+from evoattn.backends.hopper.launch import KernelVariant, Tensors
 from evoattn.backends.hopper.lib.primitives import LOWEST, MASKED, SHALLOW
 from evoattn.backends.hopper.lib.schedule import place
 from evoattn.backends.hopper.tiles import KEYS, MMA_M
@@ -49,19 +49,21 @@ class PairBias(KernelVariant):
         """Vectors that a thread keeps in registers: 1,024 keys of a query, or 512."""
         return 32 // self.width if self.width > 1 else 16
 
-    def arguments(self) -> tuple[Any, ...]:
-        pair = lines_spec(self.dtype, *sym_sizes(4)) if self.width > 1 else strided_spec(self.dtype, *sym_sizes(4))
-        return pair, lines_spec(self.dtype, *sym_sizes(4)), float32_spec(*sym_sizes(3))
+    def arguments(self) -> dict[str, Any]:
+        t = Tensors(self.dtype)
+        pair = t.lines("????") if self.width > 1 else t.strided("????", self.dtype)
+        return {"mPair": pair, "mOut": t.lines("????"), "mReference": t.floats("???")}
 
     @cute.jit
-    def __call__(self, mPair: cute.Tensor, mOut: cute.Tensor, mReference: cute.Tensor, stream: cuda.CUstream):
-        b, h, q, _ = mOut.shape
+    def __call__(self, args, stream: cuda.CUstream):
+        b, h, q, _ = args.mOut.shape
         blocks = (b * h * q + _LINES - 1) // _LINES  # on one axis: the others end at 65,535
-        self.kernel(mPair, mOut, mReference).launch(grid=(blocks, 1, 1), block=(_THREADS, 1, 1), stream=stream)
+        self.kernel(args).launch(grid=(blocks, 1, 1), block=(_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, mPair: cute.Tensor, mOut: cute.Tensor, mReference: cute.Tensor):
+    def kernel(self, args):
         """A warp a query: it finds the largest, holds what fits in registers, and reads the others again."""
+        mPair, mOut, mReference = args
         arch.griddepcontrol_launch_dependents()
         tid, _, _ = arch.thread_idx()
         block, _, _ = arch.block_idx()
@@ -157,21 +159,22 @@ class PairBiasTiles(KernelVariant):
         """Type of the tiles."""
         return Float32 if self.float32 else self.dtype
 
-    def arguments(self) -> tuple[Any, ...]:
-        return strided_spec(self.dtype, *sym_sizes(4)), lines_spec(self.tile, *sym_sizes(4), MMA_M * KEYS), Float32(0)
+    def arguments(self) -> dict[str, Any]:
+        t = Tensors(self.tile)
+        return {"mPair": t.strided("????", self.dtype), "mTiles": t.lines("????", MMA_M * KEYS), "scale": Float32(0)}
 
     @cute.jit
-    def __call__(self, mPair: cute.Tensor, mOut: cute.Tensor, scale: Float32, stream: cuda.CUstream):
-        b, h, tiles_k, tiles_q, _ = mOut.shape
-        self.kernel(mPair, mOut, Float32(1.0) / scale).launch(
+    def __call__(self, args, stream: cuda.CUstream):
+        b, h, tiles_k, tiles_q, _ = args.mTiles.shape
+        self.kernel(args.mPair, args.mTiles, Float32(1.0) / args.scale).launch(
             grid=(b * h * tiles_k, tiles_q, 1), block=(_THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, mPair: cute.Tensor, mOut: cute.Tensor, inverse: Float32):
+    def kernel(self, mPair: cute.Tensor, mTiles: cute.Tensor, inverse: Float32):
         tid, _, _ = arch.thread_idx()
         panel, j, _ = arch.block_idx()
-        _, H, tiles_k, _, _ = mOut.shape
+        _, H, tiles_k, _, _ = mTiles.shape
         i, h, b = panel % tiles_k, panel // tiles_k % H, panel // tiles_k // H
         key, query = i * 64 + tid // 32 * 16 + tid % 32 // 4, j * 64 + 2 * (tid % 4)
         for x in range_constexpr(8):
@@ -185,4 +188,4 @@ class PairBiasTiles(KernelVariant):
                         value = value.to(Float32)
                         value = Float32(cutlass.select_(value == -Float32.inf, Float32(MASKED), value)) * inverse
                     values[y] = value
-            cute.autovec_copy(values, cute.local_tile(mOut[b, h, i, j, None], (4,), (x * _THREADS + tid,)))
+            cute.autovec_copy(values, cute.local_tile(mTiles[b, h, i, j, None], (4,), (x * _THREADS + tid,)))

@@ -13,7 +13,7 @@ import cuda.bindings.driver as cuda
 from cutlass import BFloat16, Float32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.launch import KernelVariant, float32_spec, lines_spec, sym_sizes
+from evoattn.backends.hopper.launch import KernelVariant, Tensors
 from evoattn.backends.hopper.lib.primitives import VETO, three_terms
 from evoattn.backends.hopper.lib.schedule import place
 from evoattn.backends.hopper.tiles import MMA_M
@@ -79,14 +79,13 @@ class Statistics(KernelVariant):
     gate: bool = False
 
     @cute.jit
-    def __call__(self, mO, mdO, mLSE, mdLSE, mStats, scale, stream: cuda.CUstream):
-        B, N, H, words = mStats.shape
-        self.kernel(mO, mdO, mLSE, mdLSE, mStats, scale).launch(
-            grid=(B * N * H, words // TILE_WORDS, 1), block=(MMA_M, 1, 1), stream=stream
-        )
+    def __call__(self, args, stream: cuda.CUstream):
+        B, N, H, words = args.mStats.shape
+        self.kernel(args).launch(grid=(B * N * H, words // TILE_WORDS, 1), block=(MMA_M, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, mO, mdO, mLSE, mdLSE, mStats, scale):
+    def kernel(self, args):
+        mO, mdO, mLSE, mdLSE, mStats, scale = args
         tid, _, _ = arch.thread_idx()
         row, x, _ = arch.block_idx()
         h, n, b = place(row, mO.shape[2], mO.shape[1])
@@ -110,7 +109,8 @@ class Statistics(KernelVariant):
         to = cute.local_tile(mStats[b, n, h, None], (TILE_WORDS,), (x,))
         write_statistics(to, tid, both[0], both[1], Float32(1.0) / scale, self.dtype)
 
-    def arguments(self) -> tuple[Any, ...]:
-        b, n, h, q, words = sym_sizes(5)
-        o, do = (lines_spec(self.dtype, b, n, h, q, self.channels) for _ in range(2))
-        return o, do, float32_spec(b, n, h, q), float32_spec(b, n, h, q), float32_spec(b, n, h, words, align=16), Float32(0)
+    def arguments(self) -> dict[str, Any]:
+        t = Tensors(self.dtype)
+        o, do = (t.lines("bnhq", self.channels) for _ in range(2))
+        statistics = {"mLSE": t.floats("bnhq"), "mdLSE": t.floats("bnhq"), "mStats": t.floats("bnh?", align=16)}
+        return {"mO": o, "mdO": do, **statistics, "scale": Float32(0)}

@@ -118,7 +118,7 @@ def _remove(path: Path) -> None:
 
 
 def keep_code(path: Path, code: bytes) -> None:
-    """Write compiled code with its digest behind it; raises what `write` raises.
+    """Write compiled code, followed by its digest; raises what `write` raises.
 
     A loader takes an object file with a hole of zeros, as a machine that lost power may leave it, and the kernel then fails.
     """

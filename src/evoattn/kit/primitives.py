@@ -142,6 +142,7 @@ def scores(
     KEYS: the axis of keys. With 0, b_q is keys, b_k is queries, and b_pair and the result are [k,q].
     SEED: the accumulator starts from the key bias even without a pair bias.
     """
+    # S = Q K^T + biases
     if FOLD and HAS_PAIR:
         inverse = 1.0 / unit
         b_start = to_float32(b_pair) * (inverse * LOG2E)  # [q,k]

@@ -74,5 +74,5 @@ def load_weight(p, o_m, o_n, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def load_vector(p, o_c, C: tl.constexpr):
-    """Load a bias, or the weight of a norm, `[C]` in float32, with zeros behind it."""
+    """Load a bias, or the weight of a norm, `[C]` in float32, and zeros past its end."""
     return tl.load(p + o_c, mask=o_c < C, other=0.0).to(tl.float32)

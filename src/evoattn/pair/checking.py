@@ -1,4 +1,4 @@
-"""Checks of the arguments of pair operators, casts of their weights, and the norm of their references."""
+"""Checks of the arguments of pair operators, casts of their weights, and what their references need."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from evoattn.core.layouts import share_memory
 from evoattn.core.numerics import accumulate_dtype
 from evoattn.dispatch.checks import check_mask, compute_dtype
 from evoattn.dispatch.distributed import is_distributed
+
+WIDENS = hasattr(torch.ops.aten.mm, "dtype")
+"""True if torch multiplies 16 bits into float32 on a GPU, as it does from 2.8 on."""
 
 Weights = TypeVar("Weights", bound=Any)
 """A named tuple of tensors, of which some may be None."""

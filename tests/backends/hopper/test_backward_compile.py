@@ -278,7 +278,7 @@ def test_every_length_has_room(channels, pair, skips):
         query, key = planned.query_variant(channels, length, pair), planned.key_variant(channels, length, pair, skips)
         assert query is not None
         assert query.keys - query.keys // query.cluster < length <= query.keys, "each block of a cluster has keys"
-        assert query.slices % query.stage == 0 and query.stages > 1
+        assert query.slices % query.stage_slices == 0 and query.stages > 1
         assert key.ring or not pair or key.blocks * 64 >= length
 
 

@@ -133,8 +133,8 @@ def test_warpgroups_share_the_keys(channels: int, keys: int, pair: bool) -> None
     slices = sorted(dq_consumer.slice_key(kernel, u, group) for group in of_all for u in range(kernel.slices))
     assert slices == list(range(0, len(slices) * 32, 32))
     for group, j in itertools.product(of_all, range(kernel.tiles)):
-        firsts = [dq_consumer.slice_key(kernel, j * kernel.stage + x, group) for x in range(kernel.stage)]
-        assert firsts == [dq_producer.key_tile(kernel, j, group) * kernel.keys + x * 32 for x in range(kernel.stage)]
+        firsts = [dq_consumer.slice_key(kernel, j * kernel.stage_slices + x, group) for x in range(kernel.stage_slices)]
+        assert firsts == [dq_producer.key_tile(kernel, j, group) * kernel.keys + x * 32 for x in range(kernel.stage_slices)]
     if kernel.exits:
         for live in range(len(groups) * kernel.tiles + 1):
             through = [

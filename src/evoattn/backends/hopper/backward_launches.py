@@ -268,7 +268,7 @@ def _plan_key(
 
 def _plan_panel_sum(planner: Planner, choices: BackwardChoices, variant: QueryVariant, first: BackwardTensors) -> Launch:
     problem = choices.problem
-    interleave = query_interleave(problem.d, variant.slices, variant.stage)
+    interleave = query_interleave(problem.d, variant.slices, variant.stage_slices)
     split = {"groups": variant.groups, "slices": variant.slices, "cluster": variant.cluster, "interleave": interleave}
     timed = counts_changes(choices.heads * choices.panels, problem.n, choices.clusters)
     kernel = PanelSum(types[first.mSums.dtype], **split, vector=problem.lk % 2 == 0, timed=timed)

@@ -90,7 +90,7 @@ class QueryVariant(NamedTuple):
 
     groups: int
     slices: int
-    stage: int
+    stage_slices: int
     stages: int
     cluster: int
 

@@ -25,12 +25,10 @@ from torch import Tensor
 from evoattn.core.devices import uncast
 from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.distributed import Split
+from evoattn.pair.checking import WIDENS
 
 _SIDES = 8
 """The sides of the squares are multiples of this: batched products of other sides take up to five times as long."""
-
-_BMM_WIDENS = hasattr(torch.ops.aten.bmm, "dtype")
-"""True if torch multiplies 16 bits into float32, as it does from 2.8 on."""
 
 _SLICES, _SLICE_BYTES = 4, 1 << 26
 """At most so many slices, and so many bytes of a half in each at least: each slice costs the host three collectives.
@@ -56,7 +54,7 @@ def _multiply(a: Tensor, b: Tensor, *, outgoing: bool) -> Tensor:
 
 def _multiply_wide(a: Tensor, b: Tensor) -> Tensor:
     """The product of 16-bit matrices in float32."""
-    has_kernel = a.is_cuda and _BMM_WIDENS
+    has_kernel = a.is_cuda and WIDENS
     return torch.bmm(a, b, out_dtype=torch.float32) if has_kernel else torch.bmm(a.float(), b.float())
 
 
@@ -241,7 +239,7 @@ def _runs(square: Tensor, buffer: Tensor, split: Split) -> list[tuple[Tensor, Te
 
     Processes with parts of one size make one pair, so two copies move all parts.
     """
-    axis = split.axis + 1  # squares have no channels behind them
+    axis = split.axis + 1  # squares have no axis of channels
     inside = square[..., : split.length, : split.length]
     pairs, first, done = [], 0, 0
     for size, ranks in itertools.groupby(size for size in split.sizes(split.length) if size):

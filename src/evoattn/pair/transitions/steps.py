@@ -12,16 +12,13 @@ from torch import Tensor
 from evoattn.core.sizes import power_of_two
 from evoattn.kit import cards
 from evoattn.kit.arguments import StructuredKernel
-from evoattn.pair.checking import cast_gradients, result_dtype
+from evoattn.pair.checking import WIDENS, cast_gradients, result_dtype
 from evoattn.pair.launching import Tile, launch_rows, norm_parameters, or_zeros, plan_constants
 from evoattn.pair.transitions import kernels
 from evoattn.pair.values import TransitionOptions, TransitionWeights
 
 CHUNK = 1 << 17
 """Rows for which the operands of the weights' gradients are in memory: 0.4 GiB for 512 hidden channels in 16 bits."""
-
-_MM_WIDENS = hasattr(torch.ops.aten.mm, "dtype")
-"""True if torch multiplies 16 bits into float32, as it does from 2.8 on."""
 
 _NARROW_BYTES, _MOST_BYTES = 256, 512
 """Of a row in the dtype of the products. The kernels hold it in the registers of one program."""
@@ -154,7 +151,7 @@ def _split(totals: list[Tensor], sums: Tensor, w: TransitionWeights) -> Transiti
 def _product(a: Tensor, b: Tensor, *, widens: bool) -> Tensor:
     """a^T b, in float32 if asked for and torch can."""
     if widens and a.dtype.itemsize == 2:
-        if a.is_cuda and _MM_WIDENS:
+        if a.is_cuda and WIDENS:
             return torch.mm(a.t(), b, out_dtype=torch.float32)
         return (a.t() @ b).float()
     return a.t() @ b

@@ -65,21 +65,21 @@ class KeyRings:
 
 
 def make_fragments(variant, shared, buffers, wg_tid, t4, lane):
-    """The operands of the products, and a `KeyRow`; `shared`: q, dO, both transposed, statistics, and k with v."""
-    sQ, sdO, sQt, sdOt, sStats, sK = shared
+    """The operands of the products, and a `KeyRow`; `shared` is a `KeyShared` or `FusedShared`."""
     mma_S, mma_dK = make_wgmma(variant.dtype, False, K, SLICE), make_wgmma(variant.dtype, False, MN, 16 * variant.steps)
     tSrQ, tdPrdO = (
         mma_S.make_fragment_B(
             mma_S.get_slice(wg_tid).partition_B(cute.local_tile(x, (SLICE, pad_channels(variant.channels)), (None, 0, None)))
         )
-        for x in (sQ, sdO)
+        for x in (shared.sQ, shared.sdO)
     )
     tdKrQ, tdVrdO = (
-        mma_dK.make_fragment_B(mma_dK.get_slice(wg_tid).partition_B(narrow(x, 16 * variant.steps))) for x in (sQt, sdOt)
+        mma_dK.make_fragment_B(mma_dK.get_slice(wg_tid).partition_B(narrow(x, 16 * variant.steps)))
+        for x in (shared.sQt, shared.sdOt)
     )
     # the words of a query fill 8 of 16 channels; the other 8 are the same again, see `load_keys`
     words = cute.make_tensor(
-        cute.recast_ptr(sStats, dtype=variant.dtype),
+        cute.recast_ptr(shared.sStats, dtype=variant.dtype),
         cute.make_layout(((8, 4), (8, 2), (2, buffers)), stride=((8, 64), (1, 0), (8 * SLICE, 2 * TILE_WORDS))),
     )
     tSrStats = mma_S.make_fragment_B(mma_S.get_slice(wg_tid).partition_B(words))
@@ -90,7 +90,7 @@ def make_fragments(variant, shared, buffers, wg_tid, t4, lane):
     fill_delta_units(variant, tdPrUnits, t4, lane)
     ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), variant.dtype)
     loads = cute.make_tiled_copy_A(ldmatrix, mma_S).get_slice(wg_tid)
-    row = KeyRow(loads, loads.partition_S(sK), cute.make_rmem_tensor(6, Int32))
+    row = KeyRow(loads, loads.partition_S(shared.sK), cute.make_rmem_tensor(6, Int32))
     row.rTerms.fill(0)
     right = (tSrQ, tdPrdO, tdKrQ, tdVrdO, tSrStats)
     return KeyOperands(acc_S, acc_dP, acc_dK, acc_dV, tSrK, tdPrV, tSrKeyTerms, tdPrUnits, *right), row
@@ -134,10 +134,8 @@ def load_keys(variant, operands, row, tiles, t4, inverse):
         if variant.dtype is not BFloat16:
             bias = Float32(cutlass.select_(bias < -65504.0, Float32(-65504.0), bias))
         t0, t1, t2 = three_terms(bias, variant.dtype)
-        first, second = (
-            ((one, one), (one, t0), (veto, t2), (zero, zero)),
-            ((zero, zero), (zero, t1), (veto, zero), (zero, zero)),
-        )
+        first = ((one, one), (one, t0), (veto, t2), (zero, zero))
+        second = ((zero, zero), (zero, t1), (veto, zero), (zero, zero))
         for y, columns in enumerate((first, second)):
             for z in range(2):
                 tSrKeyTerms[2 * x + 4 * y + z] = select_quad(t4, *(column[z] for column in columns))
@@ -178,15 +176,18 @@ def load_bias(variant, acc_S, bias, u, inverse):
 def issue_scores(variant, operands, part, stage):
     """Issue S^T and dP^T of slice `part` of a stage; with a pair bias acc_S starts from it."""
     acc_S, acc_dP, _, _, tSrK, tdPrV, tSrKeyTerms, tdPrUnits, tSrQ, tdPrdO, _, _, tSrStats = operands
+    # S^T = K Q^T + pair bias
     for step in range(variant.steps):
-        op = make_wgmma(variant.dtype, False, K, SLICE, step > 0 or variant.pair)  # S^T = K Q^T + pair bias
+        op = make_wgmma(variant.dtype, False, K, SLICE, step > 0 or variant.pair)
         cute.gemm(op, acc_S, tSrK[None, None, step], tSrQ[None, None, step, part, stage], acc_S)
-    op = make_wgmma(variant.dtype, False, K, SLICE)  # S^T += key bias - LSE
+    # S^T += key bias - LSE
+    op = make_wgmma(variant.dtype, False, K, SLICE)
     cute.gemm(op, acc_S, tSrKeyTerms[None, None, 0], tSrStats[None, None, 0, (part, stage)], acc_S)
-    op = make_wgmma(variant.dtype, False, K, SLICE, False)  # dP^T = -delta
+    # dP^T = V dO^T - delta
+    op = make_wgmma(variant.dtype, False, K, SLICE, False)
     cute.gemm(op, acc_dP, tdPrUnits[None, None, 0], tSrStats[None, None, 0, (part, stage)], acc_dP)
     for step in range(variant.steps):
-        op = make_wgmma(variant.dtype, False, K, SLICE)  # dP^T += V dO^T
+        op = make_wgmma(variant.dtype, False, K, SLICE)
         cute.gemm(op, acc_dP, tdPrV[None, None, step], tdPrdO[None, None, step, part, stage], acc_dP)
 
 
@@ -321,7 +322,7 @@ def consume(
     scale, stride_b, stride_n = args.scale, args.stride_b, args.stride_n
     stream, wg_warp, wg_tid = warp_idx // 4, warp_idx % 4, tid % 128
     g, t4 = lane // 4, lane % 4
-    operands, row = make_fragments(variant, shared[:6], NS * ST, wg_tid, t4, lane)
+    operands, row = make_fragments(variant, shared, NS * ST, wg_tid, t4, lane)
     slot, row_count, time, panel_in_use = rings.queries.start(), Int32(0), span.begin, Boolean(False)
     rows = sRows[None, stream]
     thread_bias = shared.sPair[None, wg_tid, None] if const_expr(variant.resident) else None

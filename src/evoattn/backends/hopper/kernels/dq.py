@@ -54,8 +54,8 @@ class QueryGradients(KernelVariant):
     partial: bool = False  # whether each block leaves its part of d(pair bias) instead of adding it to what the others found
     groups: int = 3  # warpgroups; a block has room for groups * slices * 32 keys
     slices: int = 4  # slices of 32 keys of a warpgroup
-    stage: int = 2  # slices of a stage of keys
-    stages: int = 3  # stages of a warpgroup
+    stage_slices: int = 2  # slices of a stage of its ring of keys
+    stages: int = 3  # stages of that ring
     cluster: int = 1  # blocks that share the keys
     vector: bool = True  # whether lines of the pair bias start on 4 bytes, and the number of keys is even
     # whether empty rows are skipped, except the first of a block's stretch. `KeyGradients` skips them too,
@@ -75,17 +75,17 @@ class QueryGradients(KernelVariant):
     @property
     def keys(self) -> int:
         """Keys of a stage."""
-        return self.stage * SLICE
+        return self.stage_slices * SLICE
 
     @property
     def tiles(self) -> int:
         """Stages of keys of a row, of each warpgroup."""
-        return self.slices // self.stage
+        return self.slices // self.stage_slices
 
     @property
     def interleave(self) -> int:
         """Slices that each warpgroup takes in turn, or 0."""
-        return query_interleave(self.channels, self.slices, self.stage)
+        return query_interleave(self.channels, self.slices, self.stage_slices)
 
     @property
     def exits(self) -> tuple[int, ...]:

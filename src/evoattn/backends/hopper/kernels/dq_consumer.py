@@ -139,22 +139,26 @@ def issue_scores(variant, operands, buffer, part, ring, stage):
     """Issue S and dP of slice `part` of a stage of a ring; with a pair bias acc_S starts from it."""
     acc_S, acc_dP, _, _, tSrQ, tdPsdO, tSrAlpha, tSrK, tdPrV, _, tSrTerms, _ = operands
     tdPsdO, stage = tdPsdO[None, None, None, 2 + buffer], ring.index(stage)
+    # S = Q K^T + pair bias
     for step in range(variant.steps):
-        op = make_wgmma(variant.dtype, False, K, SLICE, step > 0 or variant.pair)  # S = Q K^T + pair bias
+        op = make_wgmma(variant.dtype, False, K, SLICE, step > 0 or variant.pair)
         cute.gemm(op, acc_S, tSrQ[None, None, step], tSrK[None, None, step, part, stage], acc_S)
+    # S += key bias
     if variant.key_bias:
-        op = make_wgmma(variant.dtype, False, K, SLICE)  # S += key bias
+        op = make_wgmma(variant.dtype, False, K, SLICE)
         cute.gemm(op, acc_S, tSrAlpha[None, None, 0], tSrTerms[None, None, 0, (part, stage)], acc_S)
+    # dP = dO V^T
     for step in range(variant.steps):
-        op = make_wgmma(variant.dtype, True, K, SLICE, step > 0)  # dP = dO V^T
+        op = make_wgmma(variant.dtype, True, K, SLICE, step > 0)
         cute.gemm(op, acc_dP, tdPsdO[None, None, step], tdPrV[None, None, step, part, stage], acc_dP)
 
 
 def issue_dq(variant, operands, dS, u, stage):
     """Issue dQ of slice u."""
+    # dQ += dS K
     for step in range(2):
-        op = make_wgmma(variant.dtype, False, MN, 16 * variant.steps, u > 0 or step > 0)  # dQ += dS K
-        right = operands.tdQrK[None, None, (u % variant.stage) * 2 + step, stage]
+        op = make_wgmma(variant.dtype, False, MN, 16 * variant.steps, u > 0 or step > 0)
+        right = operands.tdQrK[None, None, (u % variant.stage_slices) * 2 + step, stage]
         cute.gemm(op, operands.acc_dQ, dS[step][None, None, 0], right, operands.acc_dQ)
 
 
@@ -189,7 +193,7 @@ def do_row(
     It calls itself for the next tile: recursion unrolls the tiles when the kernel is compiled. Returns the slot of keys and the
     phase of queries to come.
     """
-    SL, last, lane = variant.stage, (j + 1) * variant.stage - 1, thread[2]
+    SL, last, lane = variant.stage_slices, (j + 1) * variant.stage_slices - 1, thread[2]
     for u in range_constexpr(j * SL, last):
         dS = compute_dscores(variant, operands, row, c, u)
         buffer = arch.make_warp_uniform(query_phase ^ 1)
@@ -257,21 +261,18 @@ def next_queries(variant, row, rings, query_phase: Int32, thread):
 def make_fragments(variant, shared, inverse, wg_tid, t4):
     """The operands of the products, and what of a `QueryRow` copies a row into registers."""
     sQ, sK, sV, sKt, sTerms, *_ = shared
+    slice_tile = (SLICE, pad_channels(variant.channels))
     mma_S, mma_dQ = make_wgmma(variant.dtype, False, K, SLICE), make_wgmma(variant.dtype, False, MN, 16 * variant.steps)
     mma_dP = make_wgmma(variant.dtype, True, K, SLICE)
     thr_S = mma_S.get_slice(wg_tid)
-    tSrK = mma_S.make_fragment_B(
-        thr_S.partition_B(cute.local_tile(sK, (SLICE, pad_channels(variant.channels)), (None, 0, None)))
-    )
+    tSrK = mma_S.make_fragment_B(thr_S.partition_B(cute.local_tile(sK, slice_tile, (None, 0, None))))
     tdPsdO = mma_dP.make_fragment_A(mma_dP.get_slice(wg_tid).partition_A(sQ))
-    tdPrV = mma_S.make_fragment_B(
-        thr_S.partition_B(cute.local_tile(sV, (SLICE, pad_channels(variant.channels)), (None, 0, None)))
-    )
+    tdPrV = mma_S.make_fragment_B(thr_S.partition_B(cute.local_tile(sV, slice_tile, (None, 0, None))))
     tdQrK = mma_dQ.make_fragment_B(mma_dQ.get_slice(wg_tid).partition_B(narrow(sKt, 16 * variant.steps)))
     tSrTerms = None
     if variant.key_bias:
         # a key's terms fill 8 of 16 channels; the other 8 read the same numbers again and meet zeros
-        shape = ((8, 4), (8, 2), (variant.stage, variant.groups * variant.stages))
+        shape = ((8, 4), (8, 2), (variant.stage_slices, variant.groups * variant.stages))
         stride = ((TERMS, 8 * TERMS), (1, 0), (SLICE * TERMS, variant.keys * TERMS))
         tSrTerms = mma_S.make_fragment_B(thr_S.partition_B(cute.make_tensor(sTerms, cute.make_layout(shape, stride=stride))))
     acc_S, acc_dP = (mma_S.make_fragment_C(mma_S.partition_shape_C((MMA_M, SLICE))) for _ in range(2))

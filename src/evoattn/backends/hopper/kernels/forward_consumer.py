@@ -63,7 +63,7 @@ whether it repeats the last row. The loop over rows does not need them at every 
 
 @cute.jit
 def consume(
-    variant, thread, bid: Int32, args, units: UnitRange, sizes: ForwardSizes, blocks: Int32, tiles, copy_O, rings,
+    variant, thread, bid: Int32, args, units: UnitRange, sizes: ForwardSizes, key_blocks: Int32, tiles, copy_O, rings,
     sWork: cute.Tensor, sState: cute.Tensor, sReference: cute.Tensor,
 ):  # fmt: skip
     """Do the rows of this warpgroup's stream, panel after panel.
@@ -112,7 +112,7 @@ def consume(
         arch.sync_warp()
         if const_expr(variant.pair and variant.resident):
             arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
-            load_panel(args.mPair, tiles.sPair, b, h, i * HALVES * MMA_M, HALVES * MMA_M, blocks, tid, CONSUMERS * 128)
+            load_panel(args.mPair, tiles.sPair, b, h, i * HALVES * MMA_M, HALVES * MMA_M, key_blocks, tid, CONSUMERS * 128)
             arch.fence_proxy("async.shared", space="cta")
             arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
         if (i * HALVES + half) * MMA_M < LQ:
@@ -127,7 +127,7 @@ def consume(
                 mma.release_registers(variant, rings, stream, lane)
             while count > 0:
                 slot, query_phase, count = do_row(
-                    variant, operands, row, copy, sWork, rings, c, thread, turn, slot, query_phase, count, blocks
+                    variant, operands, row, copy, sWork, rings, c, thread, turn, slot, query_phase, count, key_blocks
                 )
                 tile, h, b, n = state[QUERY_TILE], state[HEAD], state[BATCH], sWork[stream, turn, mma.ROW]
                 output = wg * 4 + wg_warp
@@ -192,7 +192,7 @@ def make_fragments(variant, tiles, thread, inverse, excess):
 @cute.jit
 def do_row(
     variant, operands, row, copy, sWork: cute.Tensor, rings, c: Float32, thread, turn: Int32, slot, query_phase: Int32,
-    count: Int32, blocks: Int32,
+    count: Int32, key_blocks: Int32,
 ):  # fmt: skip
     """Do all keys of the row that is `turn` in a stream; then the next row's first scores are on their way.
 
@@ -207,7 +207,7 @@ def do_row(
         row.l[x] = Float32(0.0)
     for x in range_constexpr(2):
         row.m[x] = Float32(-3e38)
-    slices, full = 2 * blocks, blocks
+    slices, full = 2 * key_blocks, key_blocks
     if const_expr(variant.key_bias):
         slices = sWork[stream, turn, mma.SLICES]
         # With 48 channels, which of the two a shuffle hides decides whether ptxas serialises the products.

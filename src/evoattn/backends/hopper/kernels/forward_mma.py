@@ -116,12 +116,13 @@ def release_keys(variant, rings, stage: Int32, lane: Int32):
 
 @cute.jit
 def do_chain(
-    variant, j: cutlass.Constexpr, left: Int32, blocks: Int32, queries, operands, row, c: Float32, half: Int32, slot,
+    variant, j: cutlass.Constexpr, left: Int32, key_blocks: Int32, queries, operands, row, c: Float32, half: Int32, slot,
     old_stage: Int32, output: Int32, rings, lane: Int32,
 ):  # fmt: skip
-    """Do blocks j, j + 1, ... of a row, up to CHAIN of those that are left; acc_S1 has scores of the block in `old_stage`.
+    """Do blocks j, j + 1, ... of a row's `key_blocks`, up to CHAIN of those that are left.
 
-    It calls itself for the next block: recursion unrolls the blocks when the kernel is compiled.
+    acc_S1 has scores of the block in `old_stage`. The function calls itself for the next block: recursion unrolls the blocks
+    when the kernel is compiled.
 
     `output` is the stage of queries from which the o of the row before leaves. Returns the next slot of keys, and the stage
     of the block whose second half is still to be done.
@@ -131,10 +132,10 @@ def do_chain(
     if const_expr(j > 0):
         warpgroup.wait_group(1)
         release_keys(variant, rings, old_stage, lane)
-    adds = left != blocks if const_expr(j == 0 and not variant.resident) else j > 0
+    adds = left != key_blocks if const_expr(j == 0 and not variant.resident) else j > 0
     softmax(variant, row, operands, c, row.acc_S0, 0, rings.keys.index(slot.stage), adds)
     if const_expr(variant.query_stages == 2 and j == 0):
-        if left == blocks:
+        if left == key_blocks:
             release_output(rings, output, lane)
     old_stage, slot = slot.stage, rings.keys.advance(slot)
     if const_expr(j + 1 < CHAIN):
@@ -145,7 +146,7 @@ def do_chain(
             warpgroup.wait_group(1)
             softmax(variant, row, operands, c, row.acc_S1, 1, rings.keys.index(old_stage))
             slot, old_stage = do_chain(
-                variant, j + 1, left, blocks, queries, operands, row, c, half, slot, old_stage, output, rings, lane
+                variant, j + 1, left, key_blocks, queries, operands, row, c, half, slot, old_stage, output, rings, lane
             )
         else:
             warpgroup.wait_group(0)
@@ -166,16 +167,19 @@ def issue_scores(variant, queries, operands, acc_S, part, j, slot, half, rings):
             four = cute.make_tensor(acc_S.iterator + 4 * x, cute.make_layout(4))
             cute.autovec_copy(tSrPair[None, 4 * part + x, tile], four)
         warpgroup.fence()
+    # S = Q K^T
     for step in range(variant.steps):
-        tiled = make_wgmma(variant.dtype, variant.query_stages == 2, K, SLICE, variant.float32_pair or step > 0)  # S = Q K^T
+        tiled = make_wgmma(variant.dtype, variant.query_stages == 2, K, SLICE, variant.float32_pair or step > 0)
         cute.gemm(tiled, acc_S, queries[None, None, step], tSrK[None, None, step, part, stage], acc_S)
+    # S += key bias
     if variant.key_bias:
-        tiled = make_wgmma(variant.dtype, False, K, SLICE)  # S += key bias
+        tiled = make_wgmma(variant.dtype, False, K, SLICE)
         cute.gemm(tiled, acc_S, tSrAlpha[None, None, 0], tSrTerms[None, None, 0, part, stage], acc_S)
+    # S += pair bias (identity / scale)
     if variant.pair and not variant.float32_pair:
         for term in range(variant.terms):
             for x in range(2):
-                tiled = make_wgmma(variant.dtype, True, K, SLICE)  # S += pair bias (identity / scale)
+                tiled = make_wgmma(variant.dtype, True, K, SLICE)
                 cute.gemm(tiled, acc_S, tSrPair[None, None, part * 2 + x, tile], tSrIdentity[None, None, x, term], acc_S)
     warpgroup.commit_group()
 
@@ -199,8 +203,9 @@ def softmax(variant, row, operands, c, acc_S, part, stage, adds: Any = True):
         cute.make_tensor(p.iterator, cute.make_layout(8)).store(e.load().to(variant.dtype))
         tOrP.append(p)
     warpgroup.fence()
+    # O += P V
     for step in range(2):
-        tiled = make_wgmma(variant.dtype, False, MN, 16 * variant.steps, True if step > 0 else adds)  # O += P V
+        tiled = make_wgmma(variant.dtype, False, MN, 16 * variant.steps, True if step > 0 else adds)
         cute.gemm(tiled, acc_O, tOrP[step][None, None, 0], operands.tOrV[None, None, part * 2 + step, stage], acc_O)
     warpgroup.commit_group()
 

@@ -26,7 +26,7 @@ def produce(
     args,
     units: UnitRange,
     sizes: ForwardSizes,
-    blocks: Int32,
+    key_blocks: Int32,
     sWork: cute.Tensor,
     sPair,
     sTerms: cute.Pointer,
@@ -51,7 +51,7 @@ def produce(
             limit = p1 + stream  # both streams make the same number of rounds: the bias is loaded for both
         while p < limit:
             n = interleaved_row(cutlass.min(p, p1 - 1), phase, args.interleave, N)
-            slices = 2 * blocks
+            slices = 2 * key_blocks
             if const_expr(variant.key_bias):
                 end = args.mEnds[b * args.stride_b + n * args.stride_n]
                 if const_expr(variant.streamed):  # the bias is streamed for the longer of both rows

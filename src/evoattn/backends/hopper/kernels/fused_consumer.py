@@ -65,8 +65,9 @@ def make_dq_wgmma(variant, accumulate: Any) -> Any:
 
 def issue_dq(variant, acc_dQ, tdQrS, tdQrK, left, right):
     """Issue dQ = dS K of a tile of queries and this warpgroup's keys."""
+    # dQ = dS K
     for step in range(MMA_M // 16):
-        op = make_dq_wgmma(variant, step > 0)  # dQ = dS K
+        op = make_dq_wgmma(variant, step > 0)
         cute.gemm(op, acc_dQ, tdQrS[None, None, step, left], tdQrK[None, None, step, right], acc_dQ)
 
 
@@ -149,7 +150,7 @@ def consume(
     wg, wg_warp, wg_tid = warp_idx // 4, warp_idx % 4, tid % 128
     g, t4 = lane // 4, lane % 4
     mma_dQ = make_dq_wgmma(variant, True)
-    operands, row = make_fragments(variant, shared[:6], variant.tiles, wg_tid, t4, lane)
+    operands, row = make_fragments(variant, shared, variant.tiles, wg_tid, t4, lane)
     tdQrS = mma_dQ.make_fragment_A(mma_dQ.get_slice(wg_tid).partition_A(shared.sdSt))
     tdQrK = mma_dQ.make_fragment_B(mma_dQ.get_slice(wg_tid).partition_B(narrow(shared.sKt, 16 * variant.steps)))
     acc_dQ = mma_dQ.make_fragment_C(mma_dQ.partition_shape_C((QUERIES, 16 * variant.steps)))

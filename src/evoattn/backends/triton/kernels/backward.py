@@ -28,11 +28,15 @@ past the end. FOLD: see `scores`. HEADS_INSIDE: gradients are [b,n,l,h,c] in mem
 """
 
 
+DISTANT_LSE, REFERENCE = tl.constexpr(2), tl.constexpr(3)
+"""Planes of statistics that come after those of lse and delta if there is a pair bias: of distant queries, see `Stats`."""
+
+
 class Stats(NamedTuple):
     """The statistics of each query (`store_statistics`), and a number that says if one is distant.
 
-    They lie in planes: lse, delta and, with a pair bias, two more. `padded_q` is the queries of a row, and `plane_stride` the
-    distance from one plane to the next, both in units of PAD.
+    They lie in planes: lse, delta and, with a pair bias, lse and reference of distant queries. `padded_q` is the queries of a
+    row, and `plane_stride` the distance from one plane to the next, both in units of PAD.
     """
 
     p: Pointer
@@ -66,8 +70,8 @@ def store_statistics(
     tl.store(p_stats + o_in, b_lse, mask=inside)
     tl.store(p_stats + plane + o_in, b_delta, mask=inside)
     if HAS_PAIR:
-        tl.store(p_stats + 2 * plane + o_in, b_distant_lse, mask=inside)
-        tl.store(p_stats + 3 * plane + o_in, b_ref, mask=inside)
+        tl.store(p_stats + DISTANT_LSE * plane + o_in, b_distant_lse, mask=inside)
+        tl.store(p_stats + REFERENCE * plane + o_in, b_ref, mask=inside)
         tl.store(p_distant + o_in * 0, 1.0, mask=b_ref != 0.0)
 
 
@@ -91,6 +95,7 @@ def score_gradient(b_q, b_do, b_k, b_v, b_lse, b_delta, b_pair, b_key_bias, unit
         b_q, b_k, b_pair, b_key_bias, unit,
         FOLD=T.FOLD, HAS_PAIR=HAS_PAIR, HAS_KEY_BIAS=T.HAS_KEY_BIAS, PRECISION=T.PRECISION,
     )  # [q,k]  # fmt: skip
+    # dP = dO V^T
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=T.PRECISION)  # [q,k]
     b_p = tl.math.exp2(b_s * (unit if T.FOLD else 1.0) - b_lse[:, None])  # [q,k]
     return b_p * (b_dp - b_delta[:, None])

@@ -6,7 +6,7 @@ from collections import namedtuple
 
 import triton.language as tl
 
-from evoattn.backends.triton.kernels.backward import PADDED, CallConstants, Stats
+from evoattn.backends.triton.kernels.backward import DISTANT_LSE, PADDED, REFERENCE, CallConstants, Stats
 from evoattn.kit.arguments import Number, PairView, Pointer, RowView, Sizes, View, kernel
 from evoattn.kit.overlap import wait_to_load, wait_to_store
 from evoattn.kit.primitives import (
@@ -109,23 +109,26 @@ def dkdv_kernel(
                     MASK_ROWS=V.MASK_PAIR and not T.EVEN_K, MASK_COLS=V.MASK_PAIR and not T.EVEN_Q,
                 )  # [k,q]  # fmt: skip
             if V.DISTANT_ONLY:
-                b_pair = subtract_reference(b_pair, tl.load(p_stats + 3 * plane + first + o_in_q)[None, :])
-            b_lse = tl.load(p_stats + (2 * plane if V.DISTANT_ONLY else 0) + first + o_in_q)  # [q]
+                b_pair = subtract_reference(b_pair, tl.load(p_stats + REFERENCE * plane + first + o_in_q)[None, :])
+            b_lse = tl.load(p_stats + (DISTANT_LSE * plane if V.DISTANT_ONLY else 0) + first + o_in_q)  # [q]
             b_s = scores(
                 b_k, b_q, b_pair, b_key_bias, unit, FOLD=T.FOLD, HAS_PAIR=V.HAS_PAIR, HAS_KEY_BIAS=T.HAS_KEY_BIAS,
                 PRECISION=T.PRECISION, KEYS=0, SEED=V.SEED,
             )  # [k,q]  # fmt: skip
             b_p = tl.math.exp2(b_s * (unit if T.FOLD else 1.0) - b_lse[None, :])  # [k,q]
             if V.NEED_DV:
+                # dV += P^T dO
                 b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=T.PRECISION)  # [k,c]
             if V.NEED_DK or V.MASK_MODE != "none":
                 b_delta = tl.load(p_stats + plane + first + o_in_q)  # [q]
+                # dS^T = P^T (V dO^T - delta)
                 if V.SEED:
                     b_seed = tl.broadcast_to(-b_delta[None, :], [T.BLOCK_K, T.BLOCK_Q])  # [k,q]
                     b_ds = b_p * tl.dot(b_v, tl.trans(b_do), b_seed, input_precision=T.PRECISION)  # [k,q]
                 else:
                     b_ds = b_p * (tl.dot(b_v, tl.trans(b_do), input_precision=T.PRECISION) - b_delta[None, :])  # [k,q]
                 if V.NEED_DK:
+                    # dK += dS^T Q
                     b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=T.PRECISION)  # [k,d]
                 if V.MASK_MODE != "none":
                     b_dmask += tl.sum(b_ds, 1)

@@ -9,7 +9,15 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from evoattn.backends.triton.kernels.backward import PADDED, CallConstants, Stats, score_gradient, store_statistics
+from evoattn.backends.triton.kernels.backward import (
+    DISTANT_LSE,
+    PADDED,
+    REFERENCE,
+    CallConstants,
+    Stats,
+    score_gradient,
+    store_statistics,
+)
 from evoattn.kit.arguments import Number, PairView, Pointer, RowView, Sizes, View, kernel
 from evoattn.kit.overlap import wait_to_load, wait_to_store
 from evoattn.kit.primitives import LOG2E, at, load_tile, load_view, offsets, pair_at, store_tile, subtract_reference
@@ -147,7 +155,7 @@ def dq_kernel(
         tl.debug_barrier()
     for r in tl.static_range(V.ROWS):
         p_stat = p_stats + ((b * sizes.n + ns[r]) * sizes.h + h) * (stats.padded_q * PADDED) + o_in
-        b_lse = tl.load(p_stat + (2 * plane if V.DISTANT_ONLY else 0))  # [q]
+        b_lse = tl.load(p_stat + (DISTANT_LSE * plane if V.DISTANT_ONLY else 0))  # [q]
         b_delta = tl.load(p_stat + plane)  # [q]
         if V.ROWS > 1:
             b_lse = tl.where(group * V.ROWS + r < sizes.n, b_lse, float("inf"))
@@ -198,12 +206,13 @@ def dq_kernel(
                 b_key_bias = tl.load(p_key_bias + ns[r] * key_bias.n * PADDED + first + o_in_k)  # [k]
             b_measured = b_pair
             if V.DISTANT_ONLY:
-                p_ref = p_stats + 3 * plane + ((b * sizes.n + ns[r]) * sizes.h + h) * (stats.padded_q * PADDED)
+                p_ref = p_stats + REFERENCE * plane + ((b * sizes.n + ns[r]) * sizes.h + h) * (stats.padded_q * PADDED)
                 b_measured = subtract_reference(b_pair, tl.load(p_ref + o_in)[:, None])
             b_ds = score_gradient(
                 b_qs[r], b_dos[r], b_k, b_v, b_lses[r], b_deltas[r], b_measured, b_key_bias, unit, T, HAS_PAIR=V.HAS_PAIR
             )  # [q,k]
             if V.NEED_DQ:
+                # dQ += dS K
                 b_new = b_new + (tl.dot(b_ds.to(b_k.dtype), b_k, b_dqs[r], input_precision=T.PRECISION),)  # [q,d]
             if r == 0:
                 b_ds_all = b_ds

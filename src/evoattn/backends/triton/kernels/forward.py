@@ -97,6 +97,7 @@ def _step(
     if TAIL and not V.HAS_KEY_BIAS:
         b_s = tl.where((o_in < left)[None, :], b_s, float("-inf"))
     b_p, b_acc, b_max, b_sum = online_softmax(b_s, b_acc, b_max, b_sum, factor=unit if V.FOLD else 1.0)
+    # O += P V
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=V.PRECISION)  # [q,c]
     return b_acc, b_max, b_sum
 

@@ -9,7 +9,7 @@ from collections import namedtuple
 
 import triton.language as tl
 
-from evoattn.backends.triton.kernels.backward import PADDED, CallConstants, Stats, score_gradient
+from evoattn.backends.triton.kernels.backward import DISTANT_LSE, PADDED, REFERENCE, CallConstants, Stats, score_gradient
 from evoattn.kit.arguments import Constant, Number, PairView, Pointer, RowView, Sizes, View, kernel
 from evoattn.kit.overlap import wait_to_load, wait_to_store
 from evoattn.kit.primitives import LOG2E, at, decode, load_tile, load_view, offsets, pair_at, subtract_reference
@@ -101,11 +101,11 @@ def pair_gradient_kernel(
         b_k = load_view(k.p + n * k.n * T.GRAIN, k, o_k, o_d, left_k, COLS=T.D, GRAIN=T.GRAIN, MASK=not T.EVEN_K)  # [k,d]
         b_v = load_view(v.p + n * v.n * T.GRAIN, v, o_k, o_c, left_k, COLS=T.C, GRAIN=T.GRAIN, MASK=not T.EVEN_K)  # [k,c]
         p_stat = p_stats + n * sizes.h * (stats.padded_q * PADDED)
-        b_lse = tl.load(p_stat + (2 * plane if V.DISTANT_ONLY else 0) + o_in_q)  # [q]
+        b_lse = tl.load(p_stat + (DISTANT_LSE * plane if V.DISTANT_ONLY else 0) + o_in_q)  # [q]
         b_delta = tl.load(p_stat + plane + o_in_q)  # [q]
         b_measured = b_pair
         if V.DISTANT_ONLY:
-            b_measured = subtract_reference(b_pair, tl.load(p_stat + 3 * plane + o_in_q)[:, None])
+            b_measured = subtract_reference(b_pair, tl.load(p_stat + REFERENCE * plane + o_in_q)[:, None])
         b_sum += score_gradient(b_q, b_do, b_k, b_v, b_lse, b_delta, b_measured, b_key_bias, unit, T, HAS_PAIR=True)  # [q,k]
 
     if not V.DISTANT_ONLY:

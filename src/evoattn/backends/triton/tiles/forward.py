@@ -17,8 +17,8 @@ _FULL_CARD_PROGRAMS = 256
 """Programs below which halving the query tile beats its lower reuse: fewer than two for each of an H200's 132 processors."""
 
 LEFT_OVER_WARPS = 2
-"""Warps at least for a tile of queries that are left over; H200, ms, one warp behind it: `tri397` 0.238, 0.242; N = 128, L 397,
-D = 128 0.222, 0.265; float32, D = 64 0.588, 0.627 (four 0.606), D = 32 0.303, 0.306 (0.314)."""
+"""Warps at least for a tile of queries that are left over. H200, ms, two warps and then one: `tri397` 0.238, 0.242; N = 128,
+L 397, D = 128 0.222, 0.265; float32, D = 64 0.588, 0.627 (four 0.606), D = 32 0.303, 0.306 (0.314)."""
 
 
 _Family = tuple[tuple[int, Tiles], ...]

@@ -90,11 +90,8 @@ def takes_files(folder: Path) -> bool:
 def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
     """Hold the lock of a file that is being made, and yield whether it is held. It is released if the process dies.
 
-    Where there are no locks, as in a folder that cannot be written, every process makes the file.
-
-    Args:
-        path: the file. The lock is a hidden file beside it.
-        wait: whether to wait while another process holds the lock.
+    The lock is a hidden file beside it. Where there are no locks, as in a folder that cannot be written, every process makes
+    the file. Without `wait`, a lock that another process holds is not waited for.
     """
     held, lock = True, path.with_name(f".{path.name}.lock")
     with contextlib.ExitStack() as stack:
@@ -134,14 +131,10 @@ def code_bytes(path: Path | None) -> int:
 
 
 def code(path: Path | None, load: Callable[[bytes], Any], make: Callable[[], bytes]) -> Any:
-    """Load the compiled code of a file if that is whole. Otherwise make it, write the file, and load it.
+    """Load the compiled code of a file if that is whole. Otherwise make it, write the file unless `path` is None, and load it.
 
-    One process makes it at a time. The others wait, and load what it has written.
-
-    Args:
-        path: the file; None: nothing is kept.
-        load: turns code into what is returned. An error of it counts as damage of a file.
-        make: compiles.
+    One process makes it at a time. The others wait, and load what it has written. An error of `load` counts as damage of a
+    file.
     """
     if path is None:
         return load(make())

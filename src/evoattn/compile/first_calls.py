@@ -41,13 +41,9 @@ def prestart(backend: str, compiler: str) -> None:
 
 
 def begin(backend: str, compiler: str, tasks: list[Task]) -> None:
-    """Have helpers run the tasks that compile kernels of a backend, the last one first.
+    """Have helpers run the tasks that compile kernels of a backend by the module `compiler`, the last one first.
 
-    Args:
-        backend: its name.
-        compiler: the module that compiles its kernels.
-        tasks: of kernels that are not kept, in the order in which they are needed. A task returns at once if its kernel is
-            kept or locked.
+    The tasks are in the order in which their kernels are needed. One returns at once if its kernel is kept or locked.
     """
     if len(tasks) < 2 or _shared_folder(backend) is None:
         return

@@ -48,13 +48,9 @@ class Task(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The outcome of a task.
+    """The outcome of a task: its result, or in one line what it raised or how its process died.
 
-    Args:
-        task: the task.
-        result: the function's result; None if it raised or its process died.
-        error: what the function raised, or how the process died, in one line; None if it returned.
-        seconds: how long the task took, with the start of its process if that was not running.
+    The seconds are those that it took, with the start of its process if that was not running.
     """
 
     task: Task
@@ -103,9 +99,7 @@ def start(
 class Worker:
     """A process that starts with its first task, and starts again with the next one if it has died.
 
-    Args:
-        environment: see `start`.
-        limit_s: seconds that a task may take. Then the process is killed.
+    It is killed if a task takes longer than `limit_s`.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None, *, limit_s: float | None = None) -> None:
@@ -168,10 +162,7 @@ class Worker:
 class Pool:
     """Threads, each of which has a worker of its own. The workers end with the block.
 
-    Args:
-        jobs: workers at most.
-        make: makes a worker.
-        first: a worker's first task. It takes others when it is done with this one.
+    A worker does the task `first` before all others.
     """
 
     def __init__(self, jobs: int, make: Callable[[], Worker] = Worker, first: Task = Task("os")) -> None:  # noqa: B008

@@ -155,8 +155,7 @@ def find_rows(mask_bias: Tensor, limits: MaskLimits) -> tuple[Tensor, Tensor]:
 def fill_output(o: Tensor, v: Tensor, gate: Tensor | None, mask_bias: Tensor, stats: Tensor) -> Tensor:
     """Write the mean of v `[b,n,h,k,c]` to the empty rows of o `[b,n,h,q,c]`, times sigmoid(gate) if there is a gate.
 
-    Returns:
-        The means `[b,n,h,c]`, of empty rows alone.
+    Returns the means `[b,n,h,c]`, of empty rows alone.
     """
     b, n, h, lq, c = o.shape
     _, block_c, block_l, warps = _blocks(c, c)

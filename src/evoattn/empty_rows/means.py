@@ -160,12 +160,10 @@ def kernels_take(
 def with_means_for_replaced_scores(
     attention: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor
 ) -> Tensor:
-    """`with_means` for a mask that replaces the scores of masked keys by -1e9, and so passes no gradient to q, k and biases.
+    """`with_means` for a bool mask that replaces the scores of masked keys by -1e9.
 
-    Args:
-        attention: computes the output for v.
-        q, k, v: `[B, N, H, L, C]`.
-        mask: bool `[B, N, 1, 1, K]`; every axis may be 1.
+    Such a mask passes no gradient to q, k and biases. q, k and v are `[B, N, H, L, C]`, and the mask `[B, N, 1, 1, K]`; every
+    axis of it may be 1.
     """
     plain = guards.is_plain((q, k, v, mask))
     if plain and q.ndim == 5 and has_kernels(q.device):

@@ -44,11 +44,7 @@ def tensor_map(place: int, tensor: Strided, block: tuple[int, ...]) -> TensorMap
 
 
 class FlatKernel:
-    """A jitted kernel whose launches are planned once and then repeated.
-
-    Args:
-        jitted: a `triton.jit` function that takes tensors, then numbers, then compile-time constants.
-    """
+    """A `triton.jit` function of tensors, then numbers, then constants, whose launches are planned once and then repeated."""
 
     def __init__(self, jitted: Any) -> None:
         self.jitted = jitted
@@ -151,11 +147,7 @@ def repeats(tensor: Tensor) -> bool:
 def launch_kernel(kernel: FlatKernel, programs: int, tensors: tuple[Tensor, ...], **values: Any) -> None:
     """Launch a kernel that belongs to no plan, as those of `nn`, `pair` and `empty_rows`, on the device of its first tensor.
 
-    Args:
-        kernel: of a function that takes tuples (`arguments`).
-        programs: how many.
-        tensors: on one device, in the order of the kernel's parameters.
-        values: its other arguments, and Triton's options, as the kernel's `plan` takes them.
+    Tensors are on one device, in the order of the kernel's parameters; `values` are its other arguments, and Triton's options.
     """
     first = tensors[0]
     signature = tuple([(x.dtype, x.data_ptr() & 15) for x in tensors])

@@ -71,9 +71,7 @@ def wait_to_store(WAIT: tl.constexpr):
 def overlap(device: torch.device, *chain: tuple[Launch, tuple[Launch, ...]]) -> None:
     """Let the launches of a call overlap if `device` can; otherwise, set that they do not.
 
-    Args:
-        device: of the launches.
-        chain: the launches in the order of the stream, each with those whose results it loads.
+    `chain` has the launches in the order of the stream, each with those whose results it loads.
     """
     able = OVERLAPS and (cards.capability(device) or (0, 0)) >= _FIRST_CAPABILITY
     place: dict[Launch, int] = {}

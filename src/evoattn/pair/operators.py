@@ -91,11 +91,8 @@ class Operator:
     ) -> Tensor:
         """Compute the result by kernels if they take the call, else in plain torch.
 
-        Args:
-            x, mask: checked, with all leading axes.
-            weights, options: named tuples. Weights are contiguous, in the dtypes that they are used in.
-            out: the tensor that the result is written into, or None.
-            split: how x lies on several processes, or None.
+        The arguments are checked and x has all leading axes. Weights are contiguous, in the dtypes that they are used in. `out`
+        is what the result is written into, and `split` tells how x lies on several processes.
         """
         if mask is not None and not mask.is_floating_point():
             mask = mask.to(weights.product_dtype())

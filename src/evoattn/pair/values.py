@@ -34,12 +34,9 @@ class MultiplicationWeights(NamedTuple):
 
 
 class MultiplicationOptions(NamedTuple):
-    """Settings of a triangle multiplication.
+    """Settings of a triangle multiplication; with `residual` z is added to the update.
 
-    Args:
-        outgoing: whether edges (i, k) and (j, k) are multiplied, or (k, i) and (k, j).
-        eps: is added to the variance in both norms.
-        residual: whether z is added to the update.
+    With `outgoing` edges (i, k) and (j, k) are multiplied, else (k, i) and (k, j).
     """
 
     outgoing: bool
@@ -74,12 +71,7 @@ class TransitionWeights(NamedTuple):
 
 
 class TransitionOptions(NamedTuple):
-    """Settings of a transition.
-
-    Args:
-        eps: is added to the variance in the norm.
-        residual: whether x is added to the update.
-    """
+    """Settings of a transition; with `residual` x is added to the update."""
 
     eps: float
     residual: bool

@@ -137,18 +137,10 @@ def _needed(kernel: KernelVariant) -> Needed:
 
 
 def keep(kernel: KernelVariant, path: pathlib.Path | None, wait: bool = True) -> int:
-    """Compile a kernel and write its file, for other processes, unless one of them has. This one does not load it.
+    """Compile a kernel into its file, unless another process has, and return the bytes of that file. This one loads nothing.
 
-    Args:
-        kernel, path: the kernel and its file.
-        wait: whether to wait for another process that compiles it.
-
-    Returns:
-        The size of the file in bytes.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: there is no place for a file.
+    Raises OSError if the file cannot be written, and ValueError if there is no place for one. Without `wait` it leaves a kernel
+    that another process compiles.
     """
     if path is None:
         raise ValueError(f"{cache.VARIABLE} is empty, which means that nothing is kept; expected a folder")

@@ -133,14 +133,7 @@ class BackwardChoices:
 
 
 def choose_kernels(problem: Problem, inputs: Inputs, *, scale: float, dlse: bool, gated: bool) -> BackwardChoices:
-    """Choose the kernels of a backward, for canonical tensors.
-
-    Args:
-        problem: the call.
-        inputs: its tensors.
-        scale: factor on q k.
-        dlse, gated: as `BackwardChoices` has them.
-    """
+    """Choose the kernels of a backward, for canonical tensors."""
     needs, q, pair_bias, d, n = problem.needs, inputs.q, inputs.pair_bias, problem.d, problem.n
     pair, float32_pair = pair_bias is not None, problem.pair_bias == torch.float32
     of_queries, of_keys = needs.q or needs.pair_bias, needs.k or needs.v or needs.mask_bias
@@ -199,13 +192,9 @@ class BackwardTensors(
 
 
 def plan_launches(planner: Planner, choices: BackwardChoices, first: BackwardTensors, terms: KeyTerms) -> list[Launch]:
-    """Plan the launches of each group, in this order. Nothing may come between: one starts while the one before runs.
+    """Plan the launches of each group, in this order, for the layouts of the first.
 
-    Args:
-        planner: of the pass.
-        choices: the kernels of the call.
-        first: the layouts of what the first group sees.
-        terms: of the key bias, if there is one.
+    Nothing may come between: one starts while the one before runs.
     """
     if choices.fused:
         return [_plan_fused(planner, choices, first, terms)]

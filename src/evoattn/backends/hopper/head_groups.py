@@ -18,12 +18,7 @@ _LEAST_ROWS_OF_A_PROCESSOR = 128
 
 
 class HeadGroups(NamedTuple):
-    """The (b, h) that are launched together.
-
-    Args:
-        b, h: how many of each.
-        starts: the first b and h of each group.
-    """
+    """The (b, h) that are launched together: how many b and h a group has, and the first of each group."""
 
     b: int
     h: int

@@ -164,13 +164,7 @@ Copy = Callable[[Tensor], Tensor]
 def plan_load(planner: Planner, x: Tensor, factor: float = 1.0, name: str = "") -> tuple[Tensor, Copy | None]:
     """Plan how the kernels load q, k, v, o, do or the gate: its layout for them, and the copy that makes it, or None.
 
-    A tensor is copied if it is multiplied by something, or its lines do not start on 16 bytes.
-
-    Args:
-        planner: notes the copy.
-        x: the tensor.
-        factor: what it is multiplied by.
-        name: what the note calls it; a copy without a name is not noted.
+    A tensor is copied if a factor multiplies it, or its lines do not start on 16 bytes. The planner notes a copy of this name.
     """
     if factor == 1.0 and is_aligned(x):
         return x, None

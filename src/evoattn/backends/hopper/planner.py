@@ -16,11 +16,7 @@ _ALIGNMENT = 256
 
 
 class Workspace:
-    """Memory that only the kernels of a call use, in one allocation. A plan adds tensors, a call allocates.
-
-    Args:
-        device: where that is.
-    """
+    """Memory that only the kernels of a call use, in one allocation. A plan adds tensors, a call allocates."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.bytes = device, 0
@@ -39,11 +35,7 @@ class Workspace:
 
 
 class Planner:
-    """The steps of a pass. Each planner of a part adds its own where it decides them.
-
-    Args:
-        device: where the tensors will be.
-    """
+    """The steps of a pass. Each planner of a part adds its own where it decides them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -115,13 +115,8 @@ def query_variant(channels: int, keys: int, pair: bool) -> QueryVariant | None:
 def counts_changes(panels: int, n: int, blocks: int) -> bool:
     """Return whether the schedule counts the time that a block takes to change to another panel (`schedule.CHANGE`).
 
-    It does not if each block goes through whole panels. All blocks then change about as often, and a block has too few rows for
-    some of them to be given to others.
-
-    Args:
-        panels: panels of all batches and heads.
-        n: rows of a panel.
-        blocks: blocks that share all rows of all panels.
+    It does not if each block goes through whole panels, of `n` rows each. All blocks then change about as often, and a block
+    has too few rows for some of them to be given to others.
     """
     return n > -(-panels * n // blocks)
 

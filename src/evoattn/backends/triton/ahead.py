@@ -154,13 +154,9 @@ def _bytes(folder: pathlib.Path) -> int:
 
 
 def keep(make: Make, card: devices.Card, key: str) -> int:
-    """Compile one of the kernels of a plan for a card, into Triton's cache.
+    """Compile one of the kernels of a plan for a card, into Triton's cache, and return the bytes of its folder.
 
-    Returns:
-        The size of its folder in bytes.
-
-    Raises:
-        KeyError: the plan has no such kernel.
+    Raises KeyError if the plan has no such kernel.
     """
     with devices.planned_for(card):
         if key not in _name_kernels(make, key):

@@ -57,13 +57,8 @@ def plan_key_bias(
 ) -> KeyBias:
     """Join mask and mask_bias, both [b|1,n|1,k] with any strides; without either, what is -inf past the last of lk keys.
 
-    Args:
-        mask: True = attend.
-        mask_bias: additive, any float dtype.
-        lk: keys.
-        device: where the kernels run.
-        block_k: keys of a tile, for the runs of live tiles.
-        scale: of the scores. If it can be folded (`cards.folds`), the bias is divided by it.
+    `block_k` keys are a tile, for the runs of live tiles. If the scale can be folded (`cards.folds`), the bias is divided by
+    it.
     """
     b, n = (max([1, *(x.shape[axis] for x in (mask, mask_bias) if x is not None)]) for axis in (0, 1))
     padded = -(-lk // PADDING) * PADDING

@@ -47,10 +47,7 @@ class PairCopy(NamedTuple):
 def plan_pack(pair_bias: Strided, padded_q: int, padded_k: int, *, transpose: bool) -> PairCopy:
     """Plan a copy of a full pair bias [b,h,q,k] in full tiles, which load unmasked: zeros up to padded_q and padded_k.
 
-    Args:
-        pair_bias: any strides.
-        padded_q, padded_k: sizes of the last two axes of the result, multiples of PAD.
-        transpose: lay it out in memory as [b,h,k,q]; the axes of the result stay [b,h,q,k].
+    These are multiples of PAD. `transpose` lays it out in memory as [b,h,k,q]; the axes of the result stay [b,h,q,k].
     """
     b, h, lq, lk = pair_bias.shape
     area = padded_q * padded_k

@@ -183,14 +183,7 @@ def rows_of_a_turn(share: int, row_bytes: int, splits: int, cache: int) -> int:
 
 
 class Strip(NamedTuple):
-    """Tiles of one size along an axis.
-
-    Args:
-        before: full tiles before them.
-        blocks: how many.
-        block: their size.
-        even: whether all of them are full.
-    """
+    """Tiles of one size along an axis: full tiles before them, how many, their size, and whether all of them are full."""
 
     before: int
     blocks: int

@@ -52,16 +52,7 @@ exit status: 0 every kernel is kept; 1 a kernel failed; 2 bad options; 130 inter
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The kernels to compile.
-
-    Args:
-        models: names of families.
-        lengths: residues or tokens.
-        dtypes: of q, k and v.
-        training: whether backwards are compiled too.
-        cards: the GPUs that they are for.
-        jobs: worker processes.
-    """
+    """The kernels to compile: of these families, lengths, dtypes of q, k and v, and cards, by so many worker processes."""
 
     models: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -73,14 +64,7 @@ class Settings:
 
 @dataclasses.dataclass
 class Counts:
-    """The kernels of one backend, counted.
-
-    Args:
-        compiled, there, failed: how many were compiled, were kept already, did not compile.
-        seconds: of all compilers.
-        bytes: of all kept kernels.
-        folders: that hold them.
-    """
+    """The kernels of one backend, counted: compiled now, there already, failed; seconds of all compilers, and what is kept."""
 
     compiled: int = 0
     there: int = 0

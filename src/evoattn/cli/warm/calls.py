@@ -28,15 +28,7 @@ _LAYOUT = "bnhld"
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One pass of an attention at a length.
-
-    Args:
-        attention: which.
-        length: residues or tokens.
-        dtype: of q, k and v.
-        training: whether it is the backward, of q, k, v and the pair bias, and not the forward.
-        mask_dtype: of the mask bias.
-    """
+    """One pass of an attention at a length; with `training` the backward, of q, k, v and the pair bias, and not the forward."""
 
     attention: Attention
     length: int

@@ -126,13 +126,7 @@ def reference(
 def product(a: Tensor, b: Tensor, split: Split | None = None, *, outgoing: bool) -> Tensor:
     """t[i,j] = sum over k of a[i,k] b[j,k] (outgoing) or a[k,i] b[k,j]. In float32 for float16, which cannot hold the sums.
 
-    Args:
-        a, b: `[*, I, K, D]`, the halves or what this process holds of them.
-        split: how rows or columns of the halves lie on several processes, or None.
-        outgoing: which sum.
-
-    Returns:
-        `[*, I, J, D]`, split alike.
+    a, b `[*, I, K, D]` are the halves, or what this process holds of them by `split`. The result `[*, I, J, D]` is split alike.
     """
     if split is not None:
         parts = torch.cat([x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]).movedim(-1, 0) for x in (a, b)])  # [2 d,b,i,k]

@@ -56,18 +56,9 @@ def forward(
     save: bool = True,
     out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute the result.
+    """Compute the result, and with `save` return what `products.forward` saves and the product t besides.
 
-    Args:
-        z: `[B, L, L, C]`, or the part `[B, I, J, C]` of this process.
-        mask: `[B, L, L]`, or a part like z's.
-        weights, options: of the operator.
-        split: how z lies on several processes, or None.
-        save: whether the backward's tensors are returned.
-        out: the result is written into it. It may be z. None: into a new tensor, which is no view.
-
-    Returns:
-        The result. With `save` the tensors that `products.forward` saves, and the product t.
+    z is `[B, L, L, C]`, or the part `[B, I, J, C]` of this process; the mask is like it. `out` may be z; the result is no view.
     """
     squares, padded = (z, products.side(z.shape[1])) if split is None else (_ones(z), 1)
     ab = gate_in(squares, mask, weights, options, padded)

@@ -36,12 +36,7 @@ def _tma(operation: Any, x: Any, layout: Any, tile: tuple[int, ...], axes: tuple
 
 @dataclasses.dataclass(frozen=True)
 class TmaTiles:
-    """The tiles of a tensor, by number, h, n and b, and those in shared memory, by number.
-
-    Args:
-        atom: copies one.
-        gX, sX: the tiles in global memory and in shared memory.
-    """
+    """The tiles of a tensor, by number, h, n and b, and those in shared memory, by number; `atom` copies one."""
 
     atom: Any
     gX: Any

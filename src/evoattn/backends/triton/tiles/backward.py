@@ -166,12 +166,7 @@ def _table(problem: Problem) -> tuple[_Line, ...]:
 def backward_tiles(problem: Problem, config: Config, shared_limit: int) -> BackwardTiles:
     """Choose the tiles of the backward: those of the table, fitted to the sizes and to shared memory.
 
-    Fields that `config` or `evoattn tune` sets override the table. The results keep the rule of `tiles.limits`.
-
-    Args:
-        problem: the call.
-        config: what the user set; each of its fields holds for all three kernels.
-        shared_limit: bytes of shared memory that one program may use.
+    Fields that `config` or `evoattn tune` sets hold for all three kernels. The results keep the rule of `tiles.limits`.
     """
     set_by_user, chosen = config.tiles(), tuned_tiles.preferred("triton", "backward", problem, config).tiles()
     channels = power_of_two(max(problem.d, problem.c))

@@ -60,11 +60,6 @@ def few_tiles(direction: str, problem: Problem, config: Config) -> FewTiles | No
 
     Those kernels take no pair bias, and no gradient of the mask bias. Tiles that the user sets are those of the usual way.
     Results of `evoattn tune` do not count, since its table has one entry for all lengths up to 16.
-
-    Args:
-        direction: "forward" or "backward".
-        problem: the call; its `needs` count for a backward.
-        config: what the user set.
     """
     one = problem.lq == 1
     several = problem.lq <= _MOST_QUERIES and problem.lk <= _MOST_KEYS and problem.lq * problem.lk <= _MOST_SCORES[direction]

@@ -119,11 +119,6 @@ def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> Tiles:
     """Choose the tiles of the forward: those of the table, made smaller for small sizes and to fit in shared memory.
 
     Fields that `config` or `evoattn tune` sets override the table. The result keeps the rule of `tiles.limits`.
-
-    Args:
-        problem: the call.
-        config: what the user set; its fields are kept.
-        shared_limit: bytes of shared memory that one program may use.
     """
     set_by_user, config = config.tiles(), tuned_tiles.preferred("triton", "forward", problem, config)
     table = _table(problem)

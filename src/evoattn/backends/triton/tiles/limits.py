@@ -66,15 +66,9 @@ class Tiles:
 
 
 def shrink(tiles: Tiles, fixed: Collection[str], fits: Callable[[Tiles], bool]) -> Tiles:
-    """The largest tiles that fit: fewer stages, then one row, then fewer keys, then fewer queries.
+    """The largest tiles that fit, or the smallest ones: fewer stages, then one row, then fewer keys, then fewer queries.
 
-    Args:
-        tiles: the tiles to begin with.
-        fixed: the fields that the user set, which stay.
-        fits: whether tiles fit in shared memory.
-
-    Returns:
-        Tiles that fit, or the smallest ones.
+    Fields in `fixed`, which the user set, stay.
     """
     while not fits(tiles):
         if tiles.num_stages > 1 and "num_stages" not in fixed:
@@ -91,14 +85,7 @@ def shrink(tiles: Tiles, fixed: Collection[str], fits: Callable[[Tiles], bool]) 
 
 
 def most_warps(kernel: str, block_q: int, block_k: int, dtype: torch.dtype, capability: Capability) -> int:
-    """The most warps that a tile can hold.
-
-    Args:
-        kernel: one of `KERNELS`.
-        block_q, block_k: queries and keys of the tile.
-        dtype: of q, k and v.
-        capability: compute capability of an NVIDIA card; None elsewhere.
-    """
+    """The most warps that a tile of one of `KERNELS` can hold. `capability` is None but for NVIDIA cards."""
     rows, columns = (block_k, block_q) if kernel == "dkdv" else (block_q, block_k)
     if rows < _WARPGROUP_ROWS:
         return _MOST_WARPS
@@ -112,16 +99,10 @@ def keeps_rule(kernel: str, tile: Tiles, dtype: torch.dtype, capability: Capabil
 
 
 def fit(kernel: str, tile: Tiles, fixed: Collection[str], dtype: torch.dtype, capability: Capability) -> dict[str, int]:
-    """The fields to change so that a tile keeps the rule; none if it does.
+    """The fields to change so that a tile of one of `KERNELS` keeps the rule; none if it does.
 
-    What the user set stays. Without a number of warps among it there are fewer warps. Otherwise the rows become few enough, or
-    the columns many enough. The backend refuses a config that leaves no way.
-
-    Args:
-        kernel: one of `KERNELS`.
-        tile: as it is now.
-        fixed: the fields that the user set.
-        dtype, capability: as in `most_warps`.
+    Fields in `fixed`, which the user set, stay. Without a number of warps among them there are fewer warps. Otherwise the rows
+    become few enough, or the columns many enough. The backend refuses a config that leaves no way.
     """
     if keeps_rule(kernel, tile, dtype, capability):
         return {}

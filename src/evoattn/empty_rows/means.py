@@ -83,7 +83,7 @@ def with_means(
 
     Args:
         attention: `evoformer_attention` with the scale and the layout. It checks the other arguments too.
-        q, k, v: `[*, H, Q, D]`, `[*, H, K, D]`, `[*, H, K, C]`, or with H behind the length in layout "bnlhd".
+        q, k, v: `[*, H, Q, D]`, `[*, H, K, D]`, `[*, H, K, C]`, or with H after the length in layout "bnlhd".
         mask_bias: `[*, 1, 1, K]` or `[*, K]`, or None: then no row is masked. Every axis may be 1.
         pair_bias: anything that broadcasts to `[*, H, Q, K]`, or None.
         scale: factor on q k; None is `D ** -0.5`.

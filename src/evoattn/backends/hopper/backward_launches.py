@@ -21,18 +21,6 @@ from evoattn.backends.hopper.kernels.statistics import FLOAT16_STEP, TILE_WORDS,
 from evoattn.backends.hopper.launch import types
 from evoattn.backends.hopper.memory import KeyTerms, floats, split_scale
 from evoattn.backends.hopper.planner import Planner
-from evoattn.backends.hopper.tiles import (
-    MMA_M,
-    SHARED,
-    SLICE,
-    KeyVariant,
-    QueryVariant,
-    counts_changes,
-    key_variant,
-    query_interleave,
-    query_variant,
-    skips_rows,
-)
 from evoattn.core import devices
 from evoattn.core.inputs import Inputs
 from evoattn.core.problem import Problem
@@ -96,8 +84,8 @@ class BackwardChoices:
     factor: float  # what q is multiplied by before a kernel reads it
     unit: float  # the scale that the kernels apply; scale = factor * unit
     fused: int | None  # tiles of queries of `FusedGradients`, if that finds all gradients
-    query: QueryVariant | None  # of `QueryGradients`, if it runs
-    key: KeyVariant | None  # of `KeyGradients`, if it runs
+    query: tiles.QueryVariant | None  # of `QueryGradients`, if it runs
+    key: tiles.KeyVariant | None  # of `KeyGradients`, if it runs
     skips: bool  # whether these two skip rows without a key
     groups: HeadGroups  # heads that are launched together
     heads: int  # how many (b, h) these are
@@ -139,16 +127,16 @@ def choose_kernels(problem: Problem, inputs: Inputs, *, scale: float, dlse: bool
     of_queries, of_keys = needs.q or needs.pair_bias, needs.k or needs.v or needs.mask_bias
     processors = devices.processors(q.device)
     fused = tiles.fused_tiles(problem, processors) if needs.q and of_keys and not pair else None
-    skips = not fused and skips_rows(problem)
-    query = query_variant(d, problem.lk, pair) if of_queries and not fused else None
-    key = key_variant(d, problem.lq, pair, skips, float32_pair=float32_pair) if of_keys and not fused else None
+    skips = not fused and tiles.skips_rows(problem)
+    query = tiles.query_variant(d, problem.lk, pair) if of_queries and not fused else None
+    key = tiles.key_variant(d, problem.lq, pair, skips, float32_pair=float32_pair) if of_keys and not fused else None
 
-    panels, key_panels = -(-problem.lq // MMA_M), -(-problem.lk // MMA_M)
+    panels, key_panels = -(-problem.lq // tiles.MMA_M), -(-problem.lk // tiles.MMA_M)
     groups = HeadGroups.of(q, pair_bias if key is not None and key.ring else None, key_panels * n, processors)
     heads = groups.b * groups.h
     at_once = processors
     if query is not None and query.cluster > 1:
-        at_once = resident_clusters(query.cluster, SHARED, q.device)
+        at_once = resident_clusters(query.cluster, tiles.SHARED, q.device)
     # `KeyGradients` takes lse / unit in float16, up to FLOAT16_STEP times its largest; with a pair bias lse goes to 65,504
     factor, unit = split_scale(scale, 2.0 / FLOAT16_STEP) if q.dtype == torch.float16 and pair else split_scale(scale)
     idle_warp = key is not None and key.streams + bool(key.ring) < 4
@@ -211,7 +199,7 @@ def plan_launches(planner: Planner, choices: BackwardChoices, first: BackwardTen
 
 
 def _plan_fused(planner: Planner, choices: BackwardChoices, first: BackwardTensors, terms: KeyTerms) -> Launch:
-    planner.tiles["whole"] = {"block_q": MMA_M, "block_k": MMA_M}
+    planner.tiles["whole"] = {"block_q": tiles.MMA_M, "block_k": tiles.MMA_M}
     options: dict[str, Any] = {"key_bias": terms.terms is not None, "mask_gradient": choices.problem.needs.mask_bias}
     options |= {"dlse": choices.dlse, "gate": choices.gated, "tiles": choices.fused}
     kernel = FusedGradients(choices.dtype, choices.problem.d, **options)
@@ -219,12 +207,12 @@ def _plan_fused(planner: Planner, choices: BackwardChoices, first: BackwardTenso
 
 
 def _plan_query(
-    planner: Planner, choices: BackwardChoices, variant: QueryVariant, first: BackwardTensors, terms: KeyTerms
+    planner: Planner, choices: BackwardChoices, variant: tiles.QueryVariant, first: BackwardTensors, terms: KeyTerms
 ) -> Launch:
     problem = choices.problem
-    keys = variant.groups * variant.slices * SLICE
-    planner.tiles["dq"] = {"block_q": MMA_M, "block_k": keys, "num_stages": variant.stages, "cluster": variant.cluster}
-    timed = counts_changes(choices.heads * choices.panels, problem.n, choices.clusters)
+    keys = variant.groups * variant.slices * tiles.SLICE
+    planner.tiles["dq"] = {"block_q": tiles.MMA_M, "block_k": keys, "num_stages": variant.stages, "cluster": variant.cluster}
+    timed = tiles.counts_changes(choices.heads * choices.panels, problem.n, choices.clusters)
     options: dict[str, Any] = {"pair": choices.bias is not None, "key_bias": terms.terms is not None, "bias": choices.bias}
     options |= {"bias_gradient": problem.needs.pair_bias, "partial": choices.parts is not None}
     options |= {"skips": choices.skips, "timed": timed}
@@ -240,11 +228,11 @@ def _plan_statistics(planner: Planner, choices: BackwardChoices, first: Backward
 
 
 def _plan_key(
-    planner: Planner, choices: BackwardChoices, variant: KeyVariant, first: BackwardTensors, terms: KeyTerms
+    planner: Planner, choices: BackwardChoices, variant: tiles.KeyVariant, first: BackwardTensors, terms: KeyTerms
 ) -> Launch:
     problem, needs = choices.problem, choices.problem.needs
-    planner.tiles["dkdv"] = {"block_q": MMA_M, "block_k": MMA_M, "num_stages": variant.stages}
-    timed = counts_changes(choices.heads * choices.key_panels, problem.n, choices.key_blocks)
+    planner.tiles["dkdv"] = {"block_q": tiles.MMA_M, "block_k": tiles.MMA_M, "num_stages": variant.stages}
+    timed = tiles.counts_changes(choices.heads * choices.key_panels, problem.n, choices.key_blocks)
     rounds = choices.gradient is not None and choices.gradient.rounds
     options: dict[str, Any] = {"pair": choices.bias is not None, "key_bias": terms.terms is not None, "bias": choices.bias}
     options |= {"mask_gradient": needs.mask_bias, "rounds": rounds, "timed": timed}
@@ -255,10 +243,10 @@ def _plan_key(
     return planner.plan_launch(kernel, first._asdict(), scale=choices.unit, **terms.strides, blocks=choices.key_blocks)
 
 
-def _plan_panel_sum(planner: Planner, choices: BackwardChoices, variant: QueryVariant, first: BackwardTensors) -> Launch:
+def _plan_panel_sum(planner: Planner, choices: BackwardChoices, variant: tiles.QueryVariant, first: BackwardTensors) -> Launch:
     problem = choices.problem
-    interleave = query_interleave(problem.d, variant.slices, variant.stage_slices)
+    interleave = tiles.query_interleave(problem.d, variant.slices, variant.stage_slices)
     split = {"groups": variant.groups, "slices": variant.slices, "cluster": variant.cluster, "interleave": interleave}
-    timed = counts_changes(choices.heads * choices.panels, problem.n, choices.clusters)
+    timed = tiles.counts_changes(choices.heads * choices.panels, problem.n, choices.clusters)
     kernel = PanelSum(types[first.mSums.dtype], **split, vector=problem.lk % 2 == 0, timed=timed)
     return planner.plan_launch(kernel, first._asdict(), n=problem.n, blocks=choices.clusters)

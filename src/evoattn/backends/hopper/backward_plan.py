@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from evoattn.backends import GATED_BACKWARD, Plan
+from evoattn.backends.hopper import memory
 from evoattn.backends.hopper.backward_launches import (
     MOST_IN_32_BITS,
     BackwardChoices,
@@ -28,18 +29,6 @@ from evoattn.backends.hopper.kernels.gate import GatePass
 from evoattn.backends.hopper.kernels.key_bias import CLEARED_VECTORS
 from evoattn.backends.hopper.kernels.pair_bias import PairBiasTiles
 from evoattn.backends.hopper.launch import types
-from evoattn.backends.hopper.memory import (
-    Copy,
-    KeyTerms,
-    PairMemory,
-    addresses,
-    apply_copies,
-    floats,
-    plan_copy,
-    plan_key_bias,
-    plan_load,
-    plan_pair_bias,
-)
 from evoattn.backends.hopper.planner import Planner, Workspace
 from evoattn.backends.hopper.tiles import MMA_M
 from evoattn.core import layouts
@@ -95,7 +84,7 @@ def _plan_gradients(planner: Planner, work: _Pass) -> Run:
         writes = work.into[:3]
     at_stats = 0 if choices.fused else workspace.add(choices.stats)
     tile = functools.partial(_plan_tiles, planner, choices) if choices.streams else None
-    pair = plan_pair_bias(planner, inputs, bounded=True, plan_tiles=tile)
+    pair = memory.plan_pair_bias(planner, inputs, bounded=True, plan_tiles=tile)
     at_parts = workspace.add(choices.parts)
     by_queries, by_keys = (choices.fused is not None or x is not None for x in (choices.query, choices.key))
     # those of dq, dk and dv that a kernel writes and nobody wants
@@ -107,8 +96,8 @@ def _plan_gradients(planner: Planner, work: _Pass) -> Run:
     # Without sums of d(pair bias), any layout with four columns compiles the same code, and nothing is written.
     sums, dpair = (absent[..., :4], absent) if gradient is None else (gradient.sums, gradient.layout)
     # d(mask bias): each head leaves its part of it, in float32; heads and axes of size 1 are summed at last
-    dmask_parts = floats(problem.b, problem.n, problem.h, problem.lk)
-    dmask = floats(1, 1, problem.lk) if inputs.mask_bias is None else torch.empty_like(inputs.mask_bias, device="meta")
+    dmask_parts = memory.floats(problem.b, problem.n, problem.h, problem.lk)
+    dmask = memory.floats(1, 1, problem.lk) if inputs.mask_bias is None else torch.empty_like(inputs.mask_bias, device="meta")
     tensors = BackwardTensors(
         **reads,
         mdQ=writes[0],
@@ -127,7 +116,7 @@ def _plan_gradients(planner: Planner, work: _Pass) -> Run:
         mParts=None,
     )
     first = BackwardTensors(*map(choices.groups.cut, tensors, _HEAD_AXES))
-    key_terms = floats(1, 8) if terms.terms is None else terms.terms
+    key_terms = memory.floats(1, 8) if terms.terms is None else terms.terms
     first = first._replace(mTerms=key_terms, mEnds=terms.ends, mStats=choices.stats, mParts=choices.parts)
     launches = plan_launches(planner, choices, first, terms)
     offsets = choices.groups.offsets(tensors, _HEAD_AXES)
@@ -153,10 +142,10 @@ class _BackwardLaunches:
 
     choices: BackwardChoices
     workspace: Workspace
-    copies: list[tuple[int, Copy]]
-    terms: KeyTerms
+    copies: list[tuple[int, memory.Copy]]
+    terms: memory.KeyTerms
     cleared_by_torch: bool
-    pair: PairMemory
+    pair: memory.PairMemory
     dmask_parts: Tensor
     dmask: Tensor
     launches: list[Launch]
@@ -172,15 +161,17 @@ class _BackwardLaunches:
         (do, dlse), (o, lse, _), dq = cotangents, outputs, gradients[0]
         reads = (torch.zeros_like(o) if do is None else do, *inputs.qkv, o, lse, lse if dlse is None else dlse)
         if self.copies:
-            reads = apply_copies(reads, self.copies)
-        memory = self.workspace.make()
-        start = memory.data_ptr()
-        of_reads, (mask, mask_bias, raw_pair) = addresses(reads), addresses(inputs[3:6])
-        writes = [start + at if x is None else x for x, at in zip(addresses(gradients[:3]), self.at_unwanted, strict=True)]
+            reads = memory.apply_copies(reads, self.copies)
+        work = self.workspace.make()
+        start = work.data_ptr()
+        of_reads, (mask, mask_bias, raw_pair) = memory.addresses(reads), memory.addresses(inputs[3:6])
+        writes = [
+            start + at if x is None else x for x, at in zip(memory.addresses(gradients[:3]), self.at_unwanted, strict=True)
+        ]
         sums = None if gradient is None else torch.empty_like(gradient.sums, device=device)
         dmask = torch.empty_like(self.dmask_parts, device=device) if choices.problem.needs.mask_bias else None
         dpair = torch.empty_like(gradient.layout, device=device) if gradient is not None and gradient.rounds else None
-        to_mask, to_sums, to_pair = addresses((dmask, sums, dpair))
+        to_mask, to_sums, to_pair = memory.addresses((dmask, sums, dpair))
         if self.cleared_by_torch:
             sums.zero_()  # type: ignore[union-attr]
         pair, _, tiles = self.pair.make(start, raw_pair)
@@ -219,28 +210,30 @@ def _plan_tiles(planner: Planner, choices: BackwardChoices, pair: Tensor) -> tup
     return tiles, planner.plan_launch(kernel, {"mPair": pair, "mTiles": tiles}, scale=choices.unit)
 
 
-def _plan_key_terms(planner: Planner, choices: BackwardChoices, inputs: Inputs) -> tuple[KeyTerms, bool]:
+def _plan_key_terms(planner: Planner, choices: BackwardChoices, inputs: Inputs) -> tuple[memory.KeyTerms, bool]:
     """Plan the terms of the key bias; and whether torch clears what blocks add to, since their launch does not."""
     problem, added = choices.problem, choices.added
     keys = choices.key_panels * MMA_M if choices.query is None else choices.query.keys
     vectors = CLEARED_VECTORS * problem.b * problem.n
     clears = None if added is None or max(added.numel(), 4 * vectors) > MOST_IN_32_BITS else added
     bounded = choices.bias is not None and inputs.mask_bias is not None
-    terms = plan_key_bias(planner, inputs, keys, clears=clears, lists=choices.skips, bounded=bounded)
+    terms = memory.plan_key_bias(planner, inputs, keys, clears=clears, lists=choices.skips, bounded=bounded)
     return terms, added is not None and (terms.terms is None or clears is None)
 
 
-def _plan_reads(planner: Planner, choices: BackwardChoices, work: _Pass) -> tuple[dict[str, Tensor], list[tuple[int, Copy]]]:
+def _plan_reads(
+    planner: Planner, choices: BackwardChoices, work: _Pass
+) -> tuple[dict[str, Tensor], list[tuple[int, memory.Copy]]]:
     """Plan what the kernels read: the layouts of do, q, k, v, o, lse and dlse, and the copies that this takes, by place."""
     (do, dlse), (q, k, v), (o, lse, _) = work.cotangents, work.inputs.qkv, work.outputs
-    loads: dict[str, tuple[Tensor, Copy | None]] = {
-        "mdO": plan_load(planner, o if do is None else do),
-        "mQ": plan_load(planner, q, choices.factor, "q"),
-        "mK": plan_load(planner, k, name="k"),
-        "mV": plan_load(planner, v, name="v"),
-        "mO": plan_load(planner, o),
+    loads: dict[str, tuple[Tensor, memory.Copy | None]] = {
+        "mdO": memory.plan_load(planner, o if do is None else do),
+        "mQ": memory.plan_load(planner, q, choices.factor, "q"),
+        "mK": memory.plan_load(planner, k, name="k"),
+        "mV": memory.plan_load(planner, v, name="v"),
+        "mO": memory.plan_load(planner, o),
         "mLSE": (lse, None),
-        "mdLSE": (lse, None) if dlse is None else plan_copy(dlse),
+        "mdLSE": (lse, None) if dlse is None else memory.plan_copy(dlse),
     }
     copies = [(place, copy) for place, (_, copy) in enumerate(loads.values()) if copy is not None]
     return {name: x for name, (x, _) in loads.items()}, copies
@@ -280,9 +273,9 @@ def _plan_gate_pass(planner: Planner, work: _Pass, *, passes: bool) -> tuple[Cal
     """
     device, dlse, o = work.inputs.q.device, work.cotangents.dlse, work.outputs.o  # which may be planned on the device "meta"
     tensors = ((o, ""), (work.cotangents.do, ""), (work.inputs.gate, "gate"))
-    loads = [plan_load(planner, x, name=name) for x, name in tensors if x is not None]
+    loads = [memory.plan_load(planner, x, name=name) for x, name in tensors if x is not None]
     copies = [(i, copy) for i, (_, copy) in enumerate(loads) if copy is not None]
-    gated_like, delta_like = layouts.empty(o.shape, work.layout, o, "meta"), floats(*work.outputs.lse.shape)
+    gated_like, delta_like = layouts.empty(o.shape, work.layout, o, "meta"), memory.floats(*work.outputs.lse.shape)
     options = {"dlse": dlse is not None and passes, "passes": passes, "gradient": work.needs.gate}
     kernel = GatePass(types[o.dtype], gated_like.shape[-1], **options)
     dgate = None if work.into is None else work.into[3]
@@ -293,8 +286,8 @@ def _plan_gate_pass(planner: Planner, work: _Pass, *, passes: bool) -> tuple[Cal
 
     def run(cotangents: Cotangents, gate: Tensor, o: Tensor, dgate: Tensor | None) -> Cotangents:
         gated, delta = (torch.empty_like(x, device=device) if passes else None for x in (gated_like, delta_like))
-        tensors = apply_copies((o, cotangents.do, gate), copies)
-        launch(*addresses((*tensors, cotangents.dlse, gated, delta, dgate)))
+        tensors = memory.apply_copies((o, cotangents.do, gate), copies)
+        launch(*memory.addresses((*tensors, cotangents.dlse, gated, delta, dgate)))
         return Cotangents(gated, delta)
 
     return run, Cotangents(gated_like, delta_like)

@@ -1,4 +1,8 @@
-"""The number of clusters of blocks that a card runs at a time: each stays within a part of it, so processors may be idle."""
+"""The number of clusters of blocks that a card runs at a time: each stays within a part of it, so processors may be idle.
+
+`cutlass.utils.HardwareInfo` asks the driver the same. But it compiles a kernel for that in each process, and needs a current
+context.
+"""
 
 from __future__ import annotations
 

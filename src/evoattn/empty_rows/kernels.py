@@ -155,8 +155,7 @@ def inputs_kernel(
     """One program owns a row, a head and BLOCK_D channels of q and k; the first of them also owns dV and the gate's gradient.
 
     It loops over the queries (sum of dO, dO^T Q), over the keys (V'^T K), and over the queries again.
-    It writes the gate's gradient in the first loop, and adds to dK and dV in the second and to dQ in the third, to each element
-    once.
+    It writes the gate's gradient in the first loop, and adds once to dK and dV in the second, and to dQ in the third.
     """
     pid = tl.program_id(0).to(tl.int64)
     row = pid // (sizes.h * V.BLOCKS_D)
@@ -197,7 +196,7 @@ def inputs_kernel(
         if V.NEED_DQ or V.NEED_DK:
             b_centered = load_centered(v, mask, b_mean, floor, o_k, o_c, sizes.lk, V.C)  # [k,c]
         if V.NEED_DK:
-            b_dk = tl.dot(b_centered, b_do_q.to(dtype), input_precision="ieee") * (scale * weight)  # [k,d]
+            b_dk = tl.dot(b_centered, b_do_q.to(dtype), input_precision="ieee") * (scale * weight)  # [k,d], V' (dO^T Q)
             add(dk, b_dk, o_k, o_d, sizes.lk, V.D)
         if V.NEED_DV and block_d == 0:
             b_dv = tl.where(counts(mask, floor, o_k, sizes.lk)[:, None], b_do_sum[None, :] * weight, 0.0)  # [k,c]
@@ -211,7 +210,7 @@ def inputs_kernel(
         for start in range(0, sizes.lq, V.BLOCK_L):
             o_q = start + o_in
             b_do = load_gated(dO, gate, o_q, o_c, sizes.lq, V.C, V.GATED)  # [q,c]
-            b_dq = tl.dot(b_do, b_v_k, input_precision="ieee") * scale  # [q,d]
+            b_dq = tl.dot(b_do, b_v_k, input_precision="ieee") * scale  # [q,d], dO (V'^T K)
             add(dq, b_dq, o_q, o_d, sizes.lq, V.D)
 
 
@@ -250,6 +249,7 @@ def pairs_kernel(
             b_do = load_gated(at(dO, b, h, 1, n), at(gate, b, h, 1, n), o_q, o_c, sizes.lq, V.C, V.GATED)  # [q,c]
             v_row, mask_row = at(v, b, h, 1, n), at(mask, b, 0, 1, n)
             b_centered = load_centered(v_row, mask_row, b_mean, floor, o_k, o_c, sizes.lk, V.C)  # [k,c]
+            # d(pair bias) += weight dO V'^T
             b_sum += tl.dot(b_do, tl.trans(b_centered), input_precision="ieee") * weight
     if empty_rows > 0:
         add(at(dpair, pid // sizes.h, h, 1), b_sum, o_q, o_k, sizes.lq, sizes.lk)

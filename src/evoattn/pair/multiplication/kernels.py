@@ -125,6 +125,7 @@ def gate_in_kernel(
     m_inside = start + o_r < squares.rows
     for first in range(0, N, V.BLOCK_N):
         o_n = first + tl.arange(0, V.BLOCK_N)
+        # p = W_p y^T, g = W_g y^T
         b_p = product(load_weight(p.w, o_n, o_c, N, V.C), b_y, V.PRECISION)  # [n,r]
         b_g = product(load_weight(g.w, o_n, o_c, N, V.C), b_y, V.PRECISION)
         b_p = b_p + load_vector(p.b, o_n, N)[:, None]
@@ -147,9 +148,11 @@ def gate_out_kernel(
     m_rc, m_dr = m_r[:, None] & (o_c < V.C)[None, :], (o_d < V.D)[:, None] & (start + o_r < squares.rows)[None, :]
     b_x, _, _ = normalise_tile(load_columns(t, o_d, m_dr, o_r, squares.rows), m_dr, eps, V.D, 0)  # [d,r]
     b_n = load_affine(b_x, norm_out, o_d, V.D, 0).to(p.w.dtype.element_ty)
+    # u = n W_p^T
     b_u = product(tl.trans(b_n), tl.trans(load_weight(p.w, o_c, o_d, V.C, V.D)), V.PRECISION)  # [r,c]
     b_x, _, _ = normalise_tile(load_rows(z, o_z, m_rc, o_c, V.C), m_rc, eps, V.C, 1)  # [r,c]
     b_y = load_affine(b_x, norm_in, o_c, V.C, 1).to(p.w.dtype.element_ty)
+    # g = y W_g^T
     b_g = product(b_y, tl.trans(load_weight(g.w, o_c, o_c, V.C, V.C)), V.PRECISION)
     b_u = (b_u + load_vector(p.b, o_c, V.C)[None, :]) * sigmoid(b_g + load_vector(g.b, o_c, V.C)[None, :], V.FAST)
     if V.RESIDUAL:  # read again: held in registers since the norm, it would halve the programs of a multiprocessor
@@ -175,15 +178,18 @@ def gate_out_backward_kernel(
     o_rc, o_dr = o_r[:, None] * V.C + o_c[None, :], o_d[:, None].to(tl.int64) * squares.rows + o_r[None, :]
     b_x, _, _ = normalise_tile(load_rows(z, o_z, m_rc, o_c, V.C), m_rc, eps, V.C, 1)  # [r,c]
     b_y = load_affine(b_x, norm_in, o_c, V.C, 1).to(p.w.dtype.element_ty)
+    # g = y W_g^T
     b_g = product(b_y, tl.trans(load_weight(g.w, o_c, o_c, V.C, V.C)), V.PRECISION)
     b_s = sigmoid(b_g + load_vector(g.b, o_c, V.C)[None, :], V.FAST)
     b_p, b_w = load_weight(p.w, o_c, o_d, V.C, V.D), load_vector(norm_out.w, o_d, V.D)
     b_x, _, b_rstd = normalise_tile(load_columns(t, o_d, m_dr, o_r, squares.rows), m_dr, eps, V.D, 0)  # [d,r]
     b_n = affine(b_x, b_w, load_vector(norm_out.b, o_d, V.D), 0).to(p.w.dtype.element_ty)
+    # u = n W_p^T
     b_u = product(tl.trans(b_n), tl.trans(b_p), V.PRECISION) + load_vector(p.b, o_c, V.C)[None, :]  # [r,c]
     b_du = load_rows(do, o_z, m_rc, o_c, V.C) * b_s
     tl.store(dg + o_rc, (b_du * b_u * (1 - b_s)).to(dg.dtype.element_ty), mask=m_rows)
     b_du = b_du.to(p.w.dtype.element_ty)
+    # dn^T = W_p^T du^T
     b_dn = product(tl.trans(b_p), tl.trans(b_du), V.PRECISION)  # [d,r]
     if V.NEEDS_WEIGHTS:
         tl.store(du + o_rc, b_du, mask=m_rows)
@@ -220,6 +226,7 @@ def gate_in_backward_kernel(
         tl.store(y + o_rc, b_y, mask=m_rows)
     b_y = tl.trans(b_y)  # [c,r]
     b_dg_out = tl.load(dg_out + o_rc, mask=m_rows, other=0.0)
+    # dy = dg_out W_g_out
     b_dy = product(b_dg_out, load_weight(g_out_w, o_c, o_c, V.C, V.C), V.PRECISION)  # [r,c]
     b_m = m_r.to(tl.float32)
     if V.HAS_MASK:
@@ -229,6 +236,7 @@ def gate_in_backward_kernel(
         m_nr = (o_n < N)[:, None] & m_inside[None, :]
         o_nr = o_n[:, None].to(tl.int64) * squares.rows + o_r[None, :]
         b_p_w, b_g_w = load_weight(p.w, o_n, o_c, N, V.C), load_weight(g.w, o_n, o_c, N, V.C)  # [n,c]
+        # p = W_p y^T, g = W_g y^T
         b_p = product(b_p_w, b_y, V.PRECISION) + load_vector(p.b, o_n, N)[:, None]  # [n,r]
         b_s = sigmoid(product(b_g_w, b_y, V.PRECISION) + load_vector(g.b, o_n, N)[:, None], V.FAST)
         b_dp = tl.load(dab + o_nr, mask=m_nr, other=0.0).to(tl.float32) * b_m[None, :] * b_s  # [n,r]
@@ -237,6 +245,7 @@ def gate_in_backward_kernel(
         if V.NEEDS_WEIGHTS:
             tl.store(dpg + o_nr, b_dp, mask=m_nr)
             tl.store(dpg + o_nr + tl.cast(squares.rows, tl.int64) * N, b_dg, mask=m_nr)
+        # dy += dp^T W_p + dg^T W_g
         b_dy = product(tl.trans(b_dp), b_p_w, V.PRECISION, b_dy)
         b_dy = product(tl.trans(b_dg), b_g_w, V.PRECISION, b_dy)
     if V.NEEDS_WEIGHTS:

@@ -73,6 +73,7 @@ def forward_kernel(
             b_a = b_a * sigmoid(b_a, V.FAST) * b_b
         else:
             b_a = tl.where(b_a <= 0, 0.0, b_a)
+        # o += u W_o^T
         b_o = product(b_a.to(o.w.dtype.element_ty), tl.trans(load_weight(o.w, o_c, o_h, V.C, V.H)), V.PRECISION, b_o)
     b_o += load_vector(o.b, o_c, V.C)[None, :]
     if V.HAS_MASK:
@@ -118,6 +119,7 @@ def backward_kernel(
         m_rh, o_rh = m_r[:, None] & (o_h < V.H)[None, :], o_r[:, None] * V.H + o_h[None, :]
         b_a_w = load_weight(a.w, o_h, o_c, V.H, V.C)  # [h,c]
         b_a = _projection(b_y, b_a_w, a.b, o_h, V)  # [r,h]
+        # du = d W_o
         b_du = product(b_d, load_weight(o_weight, o_c, o_h, V.C, V.H), V.PRECISION)
         if V.GATED:
             b_b_w = load_weight(b.w, o_h, o_c, V.H, V.C)
@@ -136,6 +138,7 @@ def backward_kernel(
             tl.store(p_dab, b_da, mask=m_rh)
             if V.GATED:
                 tl.store(p_dab + V.H, b_db, mask=m_rh)
+        # dy += da W_a + db W_b
         b_dy = product(b_da, b_a_w, V.PRECISION, b_dy)
         if V.GATED:
             b_dy = product(b_db, b_b_w, V.PRECISION, b_dy)

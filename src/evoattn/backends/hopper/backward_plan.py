@@ -189,6 +189,7 @@ class _BackwardLaunches:
             for launch in self.launches:
                 launch(*group)
 
+        # in the order of `BackwardTensors`
         own = (start + self.at_stats, start + self.at_parts)
         for_each_group(launch_group, (*of_reads, *writes, to_mask, *of_pair, *of_keys, *own), self.offsets)
         if choices.factor != 1.0 and dq is not None:

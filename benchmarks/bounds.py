@@ -24,17 +24,17 @@ from evoattn.bench.contender import Contender, Prepared, Runner
 from evoattn.bench.peers import Layout, refuse
 from evoattn.bench.record import PASSES, Problem, Record, Result, write
 from evoattn.bench.run import time_in_turn, verify
-from evoattn.testing import Inputs
+from evoattn.testing import CaseInputs
 from evoattn.workloads import workload
 
 
-def _rows_viewed(inputs: Inputs) -> tuple[Layout, Layout]:
+def _rows_viewed(inputs: CaseInputs) -> tuple[Layout, Layout]:
     """`[b,n,l,h,d]` <-> `[b*n,h,l,d]`, both as views."""
     b, n = inputs.q.shape[:2]
     return lambda x: x.flatten(0, 1).transpose(1, 2), lambda x: x.transpose(1, 2).unflatten(0, (b, n))
 
 
-def _flash(inputs: Inputs) -> Prepared:
+def _flash(inputs: CaseInputs) -> Prepared:
     """torch's FlashAttention without any bias."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -47,7 +47,7 @@ def _flash(inputs: Inputs) -> Prepared:
     return Prepared(attend, (*map(layouts[0], (inputs.q, inputs.k, inputs.v)), None), *layouts)
 
 
-def _cudnn(inputs: Inputs) -> Prepared:
+def _cudnn(inputs: CaseInputs) -> Prepared:
     """cuDNN's graphs with a bias and its gradient: they have no mask of keys."""
     from cudnn_graphs import Graphs
 
@@ -76,7 +76,7 @@ class Bound(NamedTuple):
     contender: Contender
     pair_bias: bool
 
-    def part(self, inputs: Inputs) -> Inputs:
+    def part(self, inputs: CaseInputs) -> CaseInputs:
         """The easier problem."""
         return dataclasses.replace(inputs, mask=None, pair_bias=inputs.pair_bias if self.pair_bias else None)
 

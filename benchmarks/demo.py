@@ -27,7 +27,7 @@ import evoattn
 from evoattn import testing
 from evoattn.bench import machine
 from evoattn.bench.memory import peak_bytes, too_much
-from evoattn.testing import Case, Inputs
+from evoattn.testing import Case, CaseInputs
 
 RESIDUES = "ACDEFGHIKLMNPQRSTVWYX-"
 EXAMPLE = pathlib.Path(__file__).resolve().parents[1] / "examples" / "ubiquitin.a3m"
@@ -99,7 +99,7 @@ def embed(rows: list[str], device: torch.device) -> tuple[Tensor, Tensor, Tensor
     return F.layer_norm(m, (256,)), F.layer_norm(z, (128,)), tokens
 
 
-def project(name: str, x: Tensor, z: Tensor | None, mask: Tensor, heads: int, dtype: torch.dtype) -> Inputs:
+def project(name: str, x: Tensor, z: Tensor | None, mask: Tensor, heads: int, dtype: torch.dtype) -> CaseInputs:
     """q, k, v `[1,n,l,h,32]` from x `[n,l,c]`, and a pair bias `[1,1,h,q,k]` from z."""
     rng = torch.Generator().manual_seed(1)
     n, length, _ = x.shape
@@ -112,10 +112,10 @@ def project(name: str, x: Tensor, z: Tensor | None, mask: Tensor, heads: int, dt
     pair_bias = None if z is None else linear(z, heads).permute(2, 0, 1)[None, None]
     gradients = ("q", "k", "v", "pair_bias")
     case = Case(name, n=n, h=heads, lq=length, lk=length, d=32, dtype=dtype, gradients=gradients)
-    return Inputs(case, q, k, v, mask[None], None, pair_bias, do, None)
+    return CaseInputs(case, q, k, v, mask[None], None, pair_bias, do, None)
 
 
-def attentions(rows: list[str], device: torch.device, dtype: torch.dtype) -> list[Inputs]:
+def attentions(rows: list[str], device: torch.device, dtype: torch.dtype) -> list[CaseInputs]:
     """The four attentions of an Evoformer block. Gaps are masked keys of an MSA."""
     m, z, tokens = embed(rows, device)
     kept = tokens != RESIDUES.index("-")
@@ -127,12 +127,12 @@ def attentions(rows: list[str], device: torch.device, dtype: torch.dtype) -> lis
     ]
 
 
-def triangle(name: str, z: Tensor, tokens: Tensor, dtype: torch.dtype) -> Inputs:
+def triangle(name: str, z: Tensor, tokens: Tensor, dtype: torch.dtype) -> CaseInputs:
     """Triangle attention. Residues that are not known are masked keys."""
     return project(name, z, z, (tokens[0] != RESIDUES.index("X")).expand(z.shape[:2]), 4, dtype)
 
 
-def values(attend: Attend, inputs: Inputs) -> dict[str, Tensor]:
+def values(attend: Attend, inputs: CaseInputs) -> dict[str, Tensor]:
     """The output and the gradients."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.differentiable.items()}
     o = attend(mask=inputs.mask, **leaves)
@@ -161,7 +161,7 @@ class Cost:
     peak: float
 
 
-def cost(attend: Attend, inputs: Inputs, repeats: int) -> Cost:
+def cost(attend: Attend, inputs: CaseInputs, repeats: int) -> Cost:
     device = inputs.q.device
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.differentiable.items()}
     peak = peak_bytes(lambda: values(attend, inputs), device) / 2**20  # this run also compiles
@@ -169,14 +169,14 @@ def cost(attend: Attend, inputs: Inputs, repeats: int) -> Cost:
     return Cost(forward, milliseconds(lambda: values(attend, inputs), device, repeats), peak)
 
 
-def first_rows(inputs: Inputs) -> Inputs:
+def first_rows(inputs: CaseInputs) -> CaseInputs:
     """As many rows as float64 has room for."""
     rows = max(1, ORACLE_SCORES // (inputs.case.h * inputs.case.lq**2))
     part = {name: getattr(inputs, name)[:, :rows] for name in ("q", "k", "v", "mask", "do")}
     return dataclasses.replace(inputs, **part)
 
 
-def show_attentions(block: list[Inputs], repeats: int) -> bool:
+def show_attentions(block: list[CaseInputs], repeats: int) -> bool:
     """Print time, memory and error of each attention. Return whether evoattn's errors are within their budgets."""
     heads = f"{'forward ms':>11}{'backward ms':>12}{'peak MiB':>10}{'output error':>14}{'gradient error':>16}"
     print(f"\n{'attention':<22}{'by':<9}{heads}")

@@ -30,7 +30,7 @@ from evoattn.bench.contender import Runner
 from evoattn.bench.memory import peak_bytes
 from evoattn.bench.peers import PEERS, backend_peer
 from evoattn.bench.record import Record
-from evoattn.bench.run import Plan, run
+from evoattn.bench.run import BenchPlan, run
 from evoattn.workloads import workload
 
 GOALS = (("forward", "sdpa", 1.3), ("forward", "dense", 3.0), ("both", "sdpa", 1.6), ("both", "dense", 1.8))
@@ -116,7 +116,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     cpu = torch.device("cpu")
-    plan = Plan((workload("tri256n128"),), ("float32",), ("forward", "both"), ("auto",), ("sdpa", "dense"), options.rounds)
+    plan = BenchPlan((workload("tri256n128"),), ("float32",), ("forward", "both"), ("auto",), ("sdpa", "dense"), options.rounds)
     record = run(plan, Record(machine.facts(cpu), plan.settings()), cpu, Clock(), lambda *_: None)
     print(table.as_text(record))
     own = record.problems[0].result("evoattn")

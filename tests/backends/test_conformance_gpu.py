@@ -83,7 +83,7 @@ def test_more_rows_than_a_grid_axis_takes(lead: tuple[int]) -> None:
     testing.check(testing.run(inputs, "triton"), inputs)
 
 
-def example(**changes: object) -> testing.Inputs:
+def example(**changes: object) -> testing.CaseInputs:
     settings: dict = {
         "n": 8,
         "h": 4,

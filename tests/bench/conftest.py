@@ -11,8 +11,8 @@ from evoattn.bench.clock import Clock
 from evoattn.bench.contender import Contender, Prepared, RefusesError
 from evoattn.bench.peers import PEERS
 from evoattn.bench.record import Problem, Record, Result, Timing
-from evoattn.bench.run import Plan
-from evoattn.testing import Inputs
+from evoattn.bench.run import BenchPlan
+from evoattn.testing import CaseInputs
 from evoattn.workloads import workload
 
 
@@ -49,21 +49,21 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
-def dense_with(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Inputs], Prepared]:
+def dense_with(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[CaseInputs], Prepared]:
     """Dense torch whose output goes through `change`."""
 
-    def prepare(inputs: Inputs) -> Prepared:
+    def prepare(inputs: CaseInputs) -> Prepared:
         right = peers._dense(inputs, compiled=False)
         return right._replace(compute=lambda *tensors: change(right.compute(*tensors)))
 
     return prepare
 
 
-def refuse(inputs: Inputs) -> Prepared:
+def refuse(inputs: CaseInputs) -> Prepared:
     raise RefusesError("takes <b>nothing</b> & nobody")
 
 
-def absent(inputs: Inputs) -> Prepared:
+def absent(inputs: CaseInputs) -> Prepared:
     import no_such_library_at_all  # noqa: F401
 
     raise AssertionError
@@ -108,8 +108,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Contender]]:
     PEERS.update(before)
 
 
-def a_plan(**changes: object) -> Plan:
-    plan = Plan((workload("tri16"),), ("float32",), ("forward", "backward", "both"), ("auto",), (), rounds=3)
+def a_plan(**changes: object) -> BenchPlan:
+    plan = BenchPlan((workload("tri16"),), ("float32",), ("forward", "backward", "both"), ("auto",), (), rounds=3)
     return dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
 
 
@@ -131,7 +131,7 @@ def silent(done: int, what: str) -> None:
     """Progress that nobody looks at."""
 
 
-def measured(plan: Plan, clock: object, progress: object = silent) -> Record:
+def measured(plan: BenchPlan, clock: object, progress: object = silent) -> Record:
     """The record of a plan on the CPU."""
     return run.run(plan, Record({}, {}), CPU, clock, progress)  # type: ignore[arg-type]
 

@@ -13,7 +13,7 @@ from evoattn.bench import attentions, contender
 from evoattn.bench.contender import RefusesError, Runner
 from evoattn.bench.peers import PEERS
 from evoattn.bench.run import why_untimed
-from evoattn.testing import Inputs
+from evoattn.testing import CaseInputs
 from evoattn.workloads import Workload, workload
 
 from .conftest import CPU
@@ -103,7 +103,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     return fakes
 
 
-def inputs_of(case: Workload, dtype: torch.dtype) -> Inputs:
+def inputs_of(case: Workload, dtype: torch.dtype) -> CaseInputs:
     return attentions.inputs_of(case, dtype, CPU)
 
 

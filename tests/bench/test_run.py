@@ -14,7 +14,7 @@ from evoattn.bench.memory import peak_bytes
 from evoattn.bench.peers import PEERS
 from evoattn.bench.record import Record
 from evoattn.dispatch import lookup
-from evoattn.testing import Inputs
+from evoattn.testing import CaseInputs
 from evoattn.workloads import WORKLOADS, workload
 
 from .conftest import CPU, FakeClock, a_plan, measured, results
@@ -112,10 +112,10 @@ def test_memory_that_ends_on_a_cpu_is_a_reason(
 ) -> None:
     """torch raises a plain RuntimeError there; another one is a bug, and no reason."""
 
-    def fails(*_: object) -> Inputs:
+    def fails(*_: object) -> CaseInputs:
         raise error
 
-    def exhausts(inputs: Inputs) -> Prepared:
+    def exhausts(inputs: CaseInputs) -> Prepared:
         raise error
 
     PEERS["exhausts"] = Contender("exhausts", "exhausts", exhausts)

@@ -206,7 +206,7 @@ def test_further_cards_of_an_architecture_have_fewer_calls() -> None:
     a100, h200, h100, *_ = (*cards.cards_of("sm_80")[:1], *cards.cards_of("sm_90"))
 
     def calls(lengths: tuple[int, ...], *of: Card) -> dict[Card, int]:
-        wish = warm.Settings(("esmfold",), lengths, (torch.bfloat16,), False, of, 1)
+        wish = warm.Request(("esmfold",), lengths, (torch.bfloat16,), False, of, 1)
         counted = dict.fromkeys(of, 0)
         for chunk, card in warm.chunks(wish):
             counted[card] += len(chunk)

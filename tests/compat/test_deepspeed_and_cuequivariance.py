@@ -11,18 +11,18 @@ from torch import Tensor
 from evoattn import testing
 from evoattn.compat.cuequivariance import triangle_attention
 from evoattn.compat.deepspeed import DS4Sci_EvoformerAttention
-from evoattn.testing.cases import Inputs
+from evoattn.testing.cases import CaseInputs
 from evoattn.testing.oracle import Results, low_precision
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-def some_rows(inputs: Inputs, part: slice) -> Inputs:
+def some_rows(inputs: CaseInputs, part: slice) -> CaseInputs:
     cut = {name: getattr(inputs, name)[:, part] for name in ("q", "k", "v", "mask_bias", "do")}
     return dataclasses.replace(inputs, case=dataclasses.replace(inputs.case, n=cut["q"].shape[1]), **cut)
 
 
-def by_rows(function, inputs: Inputs, rows: int) -> Results:
+def by_rows(function, inputs: CaseInputs, rows: int) -> Results:
     """A dense computation of few rows n at a time: full-size problems would need many gigabytes in float64."""
     parts = [function(some_rows(inputs, slice(start, start + rows))).values for start in range(0, inputs.case.n, rows)]
     joined = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0] if name != "dpair_bias"}

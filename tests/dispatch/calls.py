@@ -47,5 +47,5 @@ def in_a_function_mode(tensors: list[Tensor]) -> None:
         attend(*tensors)
 
 
-def make(**changes: object) -> testing.Inputs:
+def make(**changes: object) -> testing.CaseInputs:
     return testing.Case("api", **{"mask_bias": "finite", "pair_bias": "b1hqk", **changes}).make(seed=7)  # type: ignore[arg-type]

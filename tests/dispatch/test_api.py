@@ -19,7 +19,7 @@ from tests.dispatch.calls import make
 from tests.helpers import seams
 
 
-def call(inputs: testing.Inputs, **options: object) -> Tensor:
+def call(inputs: testing.CaseInputs, **options: object) -> Tensor:
     return evoattn.evoformer_attention(
         inputs.q,
         inputs.k,

@@ -52,11 +52,11 @@ def limit() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def values(inputs: testing.Inputs, backend: str) -> dict[str, torch.Tensor]:
+def values(inputs: testing.CaseInputs, backend: str) -> dict[str, torch.Tensor]:
     return testing.run(inputs, backend, deterministic=True).values
 
 
-def same(inputs: testing.Inputs, backend: str, expected: dict[str, torch.Tensor]) -> None:
+def same(inputs: testing.CaseInputs, backend: str, expected: dict[str, torch.Tensor]) -> None:
     for name, value in values(inputs, backend).items():
         assert torch.equal(value, expected[name]), name
 

@@ -26,7 +26,7 @@ def busy_switching() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def different(count: int) -> list[testing.Inputs]:
+def different(count: int) -> list[testing.CaseInputs]:
     """Different shapes, layouts, dtypes and biases."""
     cases = (
         testing.Case(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from evoattn.core.numerics import accumulate_dtype
-from evoattn.testing.cases import Inputs
+from evoattn.testing.cases import CaseInputs
 from evoattn.testing.dense import Results, heads_first, key_axes, scores, shifted_biases
 from evoattn.testing.oracle import CEILING, MULTIPLE, beyond, budgets, coarser, errors, low_precision
 
@@ -46,7 +46,7 @@ class Bound:
         return self.error * (2 + 2 / math.sqrt(self.independent))
 
 
-def conditioning(inputs: Inputs, expected: Results) -> dict[str, Bound]:
+def conditioning(inputs: CaseInputs, expected: Results) -> dict[str, Bound]:
     """The error of every value of a call by rounding alone, from its float64 results."""
     values = expected.values
     e = torch.finfo(accumulate_dtype(inputs.q.dtype)).eps * _ROUNDING
@@ -118,7 +118,7 @@ def _bound(lost: Tensor, value: Tensor, unit: float) -> Bound:
     return Bound(error / norm if norm else error, max(1.0, 1 / fourth) if fourth else 1.0)
 
 
-def huge_queries(inputs: Inputs) -> Tensor:
+def huge_queries(inputs: CaseInputs) -> Tensor:
     """Queries `[*,n|1,h|1,q|1]` whose scores the accumulation dtype swallows, because a bias is huge.
 
     That is, rounding their largest sum of biases, measured from the row shift (docs/mathematics.md), loses more than the
@@ -134,7 +134,7 @@ def huge_queries(inputs: Inputs) -> Tensor:
 
 
 def excess(
-    inputs: Inputs,
+    inputs: CaseInputs,
     results: Results,
     expected: Results,
     *,

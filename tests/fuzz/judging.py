@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from evoattn.testing.cases import Inputs
+from evoattn.testing.cases import CaseInputs
 from evoattn.testing.dense import Results, heads_first
 from evoattn.testing.judging import (
     Failures,
@@ -56,7 +56,7 @@ def judge(
     return verdict(find)
 
 
-def _failures(inputs: Inputs, attend: Callable[[Inputs], Results], deterministic: bool) -> Failures:
+def _failures(inputs: CaseInputs, attend: Callable[[CaseInputs], Results], deterministic: bool) -> Failures:
     results, failures = observe(inputs, attend, twice=deterministic)
     expected = oracle(inputs)
     if wrong := wrong_shapes(inputs, results, expected):
@@ -70,7 +70,7 @@ def _failures(inputs: Inputs, attend: Callable[[Inputs], Results], deterministic
     return failures
 
 
-def _small_lses(inputs: Inputs, results: Results, expected: Results) -> Failures:
+def _small_lses(inputs: CaseInputs, results: Results, expected: Results) -> Failures:
     """Judge the LSEs without huge biases separately: a -1e9 in the norm would hide any error."""
     large = expected.values["lse"].isfinite() & (expected.values["lse"].abs() > _LARGE)
     if not bool(large.any()) or bool(large.all()):
@@ -83,7 +83,7 @@ def _small_lses(inputs: Inputs, results: Results, expected: Results) -> Failures
     return errors_of(excess(inputs, part, small(expected), only=small), " without huge biases")
 
 
-def _ordinary_queries(inputs: Inputs, swallowed: Tensor, attend: Callable[[Inputs], Results]) -> Failures:
+def _ordinary_queries(inputs: CaseInputs, swallowed: Tensor, attend: Callable[[CaseInputs], Results]) -> Failures:
     """Judge the same call without cotangents at queries whose scores a huge bias swallows: the other budgets stay tight."""
 
     def without(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from evoattn.core.problem import GRADIENTS
-from evoattn.testing.cases import Case, Inputs
+from evoattn.testing.cases import Case, CaseInputs
 from evoattn.testing.drawing import Drawing
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -90,10 +90,10 @@ class RandomProblem:
         what = f"judge({self!r}, {backend!r}, {device!r})"
         return f'python -c "import torch; from evoattn.testing import Case; from tests.fuzz import *; print({what})"'
 
-    def make(self, device: torch.device | str = "cpu") -> Inputs:
+    def make(self, device: torch.device | str = "cpu") -> CaseInputs:
         """The inputs. They are drawn on the CPU, with the same bits on every processor and in every version of torch."""
         tensors: dict[str, Any] = _PortableDrawing(self.case, self.seed, device).tensors()
-        return Inputs(case=self.case, **tensors)
+        return CaseInputs(case=self.case, **tensors)
 
 
 def random_problem(

@@ -248,10 +248,10 @@ def test_the_oracle_loses_nothing_beside_huge_biases() -> None:
         assert error < 1e-12, name
 
 
-def fake(change: Callable[[dict[str, torch.Tensor], testing.Inputs], None]) -> Run:
+def fake(change: Callable[[dict[str, torch.Tensor], testing.CaseInputs], None]) -> Run:
     """The tiled backend with results, or inputs, changed."""
 
-    def run(inputs: testing.Inputs, backend: str, *, deterministic: bool) -> testing.Results:
+    def run(inputs: testing.CaseInputs, backend: str, *, deterministic: bool) -> testing.Results:
         results = testing.run(inputs, backend, deterministic=deterministic)
         change(results.values, inputs)
         return results
@@ -259,7 +259,7 @@ def fake(change: Callable[[dict[str, torch.Tensor], testing.Inputs], None]) -> R
     return run
 
 
-def kinds(change: Callable[[dict[str, torch.Tensor], testing.Inputs], None], **words: object) -> set[str]:
+def kinds(change: Callable[[dict[str, torch.Tensor], testing.CaseInputs], None], **words: object) -> set[str]:
     sizes = {"n": 4, "lq": 9, "lk": 11, "mask": "empty_rows", "mask_bias": "finite", "pair_bias": "b1hqk"}
     case = testing.Case("planted", **{**sizes, **words})  # type: ignore[arg-type]
     problem = RandomProblem(5, case, deterministic=True)
@@ -287,7 +287,7 @@ def test_the_judge_sees_what_is_planted() -> None:
 def test_an_lse_is_judged_beside_huge_ones() -> None:
     """An error of 1e-3 in LSEs of size 3, in rows beside those whose mask bias is -1e9 everywhere."""
 
-    def wrong(values: dict[str, torch.Tensor], inputs: testing.Inputs) -> None:
+    def wrong(values: dict[str, torch.Tensor], inputs: testing.CaseInputs) -> None:
         lse = values["lse"]
         values["lse"] = torch.where(lse.abs() < 1e6, lse + 1e-3, lse)
 
@@ -330,7 +330,7 @@ def test_the_error_of_one_number_varies_as_one_number_does() -> None:
 def test_ordinary_queries_are_judged_tightly_beside_huge_ones() -> None:
     """dv mixes all queries; where a huge bias swallows the scores of some, the others are judged alone."""
 
-    def wrong(values: dict[str, torch.Tensor], inputs: testing.Inputs) -> None:
+    def wrong(values: dict[str, torch.Tensor], inputs: testing.CaseInputs) -> None:
         values["dv"].mul_(1.001)
 
     assert "error of dv beside huge biases" in kinds(wrong, pair_fill="minus_1e9_rows")
@@ -344,7 +344,7 @@ def test_errors_of_random_problems_are_seen() -> None:
         problem = random_problem(seed, largest=3000)
         name = ("o", "lse", "dq", "dk", "dv", "dmask_bias", "dpair_bias")[seed % 7]
 
-        def wrong(values: dict[str, torch.Tensor], inputs: testing.Inputs, name: str = name) -> None:
+        def wrong(values: dict[str, torch.Tensor], inputs: testing.CaseInputs, name: str = name) -> None:
             if name in values and values[name].norm() > 1e-3:
                 values[name].mul_(1.05)
             else:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from evoattn.core import guards, tuned_tiles
 from evoattn.core.config import Config
-from evoattn.core.inputs import Inputs as CallTensors
+from evoattn.core.inputs import Inputs
 from evoattn.core.problem import Problem
 from evoattn.dispatch import lookup
 from evoattn.dispatch.axes import canonicalise
 from evoattn.dispatch.calls import DirectCall, recall
 from evoattn.dispatch.lookup import Options
-from evoattn.testing.cases import Inputs
+from evoattn.testing.cases import CaseInputs
 
 
 def forget(*, torch_too: bool = False) -> None:
@@ -34,10 +34,10 @@ def forget(*, torch_too: bool = False) -> None:
         guards.forget_torch()
 
 
-def canonical(inputs: Inputs) -> CallTensors:
+def canonical(inputs: CaseInputs) -> Inputs:
     """Return the tensors as a backend gets them (`evoattn.backends`), as views where their strides allow it."""
     q, k, v, mask, mask_bias, pair_bias = inputs.q, inputs.k, inputs.v, inputs.mask, inputs.mask_bias, inputs.pair_bias
-    return canonicalise(CallTensors(q, k, v, mask, mask_bias, pair_bias, inputs.gate), inputs.case.layout)[0]
+    return canonicalise(Inputs(q, k, v, mask, mask_bias, pair_bias, inputs.gate), inputs.case.layout)[0]
 
 
 def chosen(problem: Problem, backend: str = "auto", config: Config | None = None) -> tuple[str, dict[str, list[str]]]:
@@ -67,7 +67,7 @@ def way(
 
     None: no call like this one is known. The next one is checked and planned, or torch has to see an operator now.
     """
-    known = recall(CallTensors(q, k, v, mask, mask_bias, pair_bias, gate), Options(**options))
+    known = recall(Inputs(q, k, v, mask, mask_bias, pair_bias, gate), Options(**options))
     if known is None:
         return None
     return "plan" if isinstance(known, DirectCall) else "operator"

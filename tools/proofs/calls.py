@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import evoattn
 from evoattn import nn as layers
 from evoattn.testing import AWKWARD
-from evoattn.testing.cases import Case, Inputs, from_workload
+from evoattn.testing.cases import Case, CaseInputs, from_workload
 from evoattn.workloads import WORKLOADS
 from tests.fuzz import random_problem
 from tests.fuzz.layer_kinds import LAYERS
@@ -42,14 +42,14 @@ class Attention:
     seed: int | None = 0
     deterministic: bool = False
 
-    def inputs(self) -> Inputs:
+    def inputs(self) -> CaseInputs:
         """Its tensors."""
         inputs = self._empty() if self.seed is None else self.case.make(self.seed, "meta")
         for x in inputs.differentiable.values():
             x.requires_grad_()
         return inputs
 
-    def _empty(self) -> Inputs:
+    def _empty(self) -> CaseInputs:
         case = self.case
 
         def empty(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
@@ -59,16 +59,16 @@ class Attention:
         k = empty(case.n, case.lk, heads, case.d)
         mask = empty(case.n, case.lk, dtype=torch.bool) if case.mask else None
         pair = empty(1, case.h, case.lq, case.lk) if case.pair_bias else None
-        return Inputs(case, q, k, torch.empty_like(k), mask, None, pair, torch.empty_like(q), None)
+        return CaseInputs(case, q, k, torch.empty_like(k), mask, None, pair, torch.empty_like(q), None)
 
-    def arguments(self, inputs: Inputs, backend: str) -> dict[str, Any]:
+    def arguments(self, inputs: CaseInputs, backend: str) -> dict[str, Any]:
         """The arguments of `evoformer_attention`."""
         case = self.case
         tensors = {name: x for name, x in _roles(inputs).items() if name not in ("do", "dlse")}
         options = {"scale": case.scale, "layout": case.layout, "return_lse": case.lse_gradient, "backend": backend}
         return {**tensors, **options, "deterministic": self.deterministic}
 
-    def run(self, inputs: Inputs, backend: str, start: Start) -> None:
+    def run(self, inputs: CaseInputs, backend: str, start: Start) -> None:
         """Forward and backward."""
         start(**_roles(inputs))
         leaves = list(inputs.differentiable.values())
@@ -78,7 +78,7 @@ class Attention:
             torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
 
 
-def _roles(inputs: Inputs) -> dict[str, Tensor | None]:
+def _roles(inputs: CaseInputs) -> dict[str, Tensor | None]:
     """The tensors of a call by name."""
     return {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs) if field.name != "case"}
 

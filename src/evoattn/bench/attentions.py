@@ -13,14 +13,14 @@ from evoattn.bench.contender import Contender
 from evoattn.bench.memory import too_much
 from evoattn.bench.peers import PEERS, backend_peer
 from evoattn.bench.record import Result
-from evoattn.testing import Inputs
+from evoattn.testing import CaseInputs
 from evoattn.workloads import Workload
 
 SCORES = {"cpu": 6 << 20, "cuda": 48 << 20}
 """Scores of the truth at a time: it holds about eight float64 tensors of them."""
 
 
-def inputs_of(workload: Workload, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Inputs:
+def inputs_of(workload: Workload, dtype: torch.dtype, device: torch.device, seed: int = 0) -> CaseInputs:
     """Random inputs, made on the device: on one CPU core those of N = L = 2048 would take half a minute."""
     rng = torch.Generator(device=device).manual_seed(seed)
     w = workload
@@ -33,7 +33,7 @@ def inputs_of(workload: Workload, dtype: torch.dtype, device: torch.device, seed
         mask = random_keys((w.b, w.n, w.lk), rng)
         mask[..., 0] = True
     kv_heads = w.kv_heads or w.h
-    return Inputs(
+    return CaseInputs(
         case=testing.from_workload(w, dtype),
         q=normal(w.b, w.n, w.lq, w.h, w.d),
         k=normal(w.b, w.n, w.lk, kv_heads, w.d),
@@ -68,13 +68,13 @@ def too_large(workload: Workload, dtype: torch.dtype, device: torch.device) -> s
     return f"inputs, float64 truth and gradients would hold {reason}" if reason else None
 
 
-def io_bytes(inputs: Inputs) -> int:
+def io_bytes(inputs: CaseInputs) -> int:
     """Bytes of the inputs and the output, each once: the least a forward can move."""
     tensors = (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.pair_bias)
     return sum(x.nbytes for x in tensors if x is not None) + inputs.do.nbytes
 
 
-def first_rows(inputs: Inputs, rows: slice) -> Inputs:
+def first_rows(inputs: CaseInputs, rows: slice) -> CaseInputs:
     """The same attention on some of its rows n."""
     cut = {name: getattr(inputs, name)[:, rows] for name in ("q", "k", "v", "do")}
     return dataclasses.replace(inputs, mask=None if inputs.mask is None else inputs.mask[:, rows], **cut)
@@ -85,7 +85,7 @@ def _rows_at_a_time(scores: int, device: torch.device) -> int:
     return max(1, SCORES[device.type] // max(1, scores))
 
 
-def truth(inputs: Inputs) -> dict[str, Tensor]:
+def truth(inputs: CaseInputs) -> dict[str, Tensor]:
     """o and all gradients in float64: the dense oracle of `evoattn.testing`, some rows n at a time."""
     by_rows: dict[str, list[Tensor]] = {name: [] for name in ("o", "dq", "dk", "dv")}
     dpair_bias: Tensor | None = None
@@ -101,7 +101,7 @@ def truth(inputs: Inputs) -> dict[str, Tensor]:
     return values if dpair_bias is None else {**values, "dpair_bias": dpair_bias}
 
 
-def explanation(inputs: Inputs, backend: str = "auto") -> evoattn.Explanation:
+def explanation(inputs: CaseInputs, backend: str = "auto") -> evoattn.Explanation:
     """Explain a training step on these inputs."""
     q, k, v, pair_bias = (
         None if x is None else x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.pair_bias)
@@ -110,7 +110,7 @@ def explanation(inputs: Inputs, backend: str = "auto") -> evoattn.Explanation:
 
 
 def contenders(
-    inputs: Inputs, backends: tuple[str, ...], peers: tuple[str, ...], *, backward: bool = True
+    inputs: CaseInputs, backends: tuple[str, ...], peers: tuple[str, ...], *, backward: bool = True
 ) -> list[tuple[Contender, Result]]:
     """The contenders for a problem, each with an empty result, evoattn first.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import evoattn
 from evoattn.bench.contender import Contender, Prepared, RefusesError
 from evoattn.core.config import Config
-from evoattn.testing import Inputs
+from evoattn.testing import CaseInputs
 
 Layout = Callable[[Tensor], Tensor]
 """A change of a tensor's layout."""
@@ -29,7 +29,7 @@ def backend_peer(backend: str, config: Config | None = None) -> Contender:
     return Contender(name, title, prepare, score_copies=10 if backend == "reference" else 0)
 
 
-def _evoattn(inputs: Inputs, backend: str, config: Config | None) -> Prepared:
+def _evoattn(inputs: CaseInputs, backend: str, config: Config | None) -> Prepared:
     q, k, v, mask, pair_bias = inputs.q, inputs.k, inputs.v, inputs.mask, inputs.pair_bias
     if config is None:
         refused = evoattn.explain(q, k, v, mask=mask, pair_bias=pair_bias, backend=backend)
@@ -42,14 +42,14 @@ def _evoattn(inputs: Inputs, backend: str, config: Config | None) -> Prepared:
     return Prepared(attend, (q, k, v, pair_bias))
 
 
-def _rows_first(inputs: Inputs) -> tuple[Layout, Layout]:
+def _rows_first(inputs: CaseInputs) -> tuple[Layout, Layout]:
     """`[b,n,l,h,d]` <-> contiguous `[b*n,h,l,d]`."""
     b, n = inputs.q.shape[:2]
     return lambda x: x.flatten(0, 1).transpose(1, 2).contiguous(), lambda x: x.transpose(1, 2).unflatten(0, (b, n))
 
 
 def _prepared(
-    inputs: Inputs, compute: Callable[..., Tensor], layouts: tuple[Layout, Layout], pair_bias: Tensor | None
+    inputs: CaseInputs, compute: Callable[..., Tensor], layouts: tuple[Layout, Layout], pair_bias: Tensor | None
 ) -> Prepared:
     """A computation of q, k and v in a library's layout, and of this pair bias."""
     return Prepared(compute, (*map(layouts[0], (inputs.q, inputs.k, inputs.v)), pair_bias), *layouts)
@@ -70,7 +70,7 @@ def _all_heads(x: Tensor, like: Tensor) -> Tensor:
     return x if x.shape[-3] == like.shape[-3] else x.expand(*x.shape[:-3], like.shape[-3], *x.shape[-2:])
 
 
-def _key_bias(inputs: Inputs, *, finite: bool = False) -> Tensor | None:
+def _key_bias(inputs: CaseInputs, *, finite: bool = False) -> Tensor | None:
     """The mask as an additive bias `[b,n,1,1,k]` in q's dtype. As models add it, it is `finite`: kernels subtract a maximum."""
     masked = -torch.inf if not finite else -6e4 if inputs.q.dtype == torch.float16 else -1e9
     return None if inputs.mask is None else torch.where(inputs.mask, 0.0, masked).to(inputs.q.dtype)[:, :, None, None]
@@ -100,7 +100,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None, pair_bias: T
     return torch.matmul(torch.softmax(s, -1).to(v.dtype), v)
 
 
-def _dense(inputs: Inputs, compiled: bool) -> Prepared:
+def _dense(inputs: CaseInputs, compiled: bool) -> Prepared:
     key_bias = _key_bias(inputs)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
@@ -109,7 +109,7 @@ def _dense(inputs: Inputs, compiled: bool) -> Prepared:
     return _prepared(inputs, _compile(attend) if compiled else attend, (_heads_inside, _heads_outside), inputs.pair_bias)
 
 
-def _flex(inputs: Inputs) -> Prepared:
+def _flex(inputs: CaseInputs) -> Prepared:
     from torch.nn.attention.flex_attention import flex_attention
 
     n = inputs.q.shape[1]
@@ -131,7 +131,7 @@ def _flex(inputs: Inputs) -> Prepared:
     return _prepared(inputs, attend, _rows_first(inputs), inputs.pair_bias)
 
 
-def _sdpa(inputs: Inputs) -> Prepared:
+def _sdpa(inputs: CaseInputs) -> Prepared:
     """The biases are summed and expanded at each call, since the pair bias is another one in each block of a model."""
     mask_bias = _key_bias(inputs)
     key_bias = None if mask_bias is None else mask_bias.flatten(0, 1)
@@ -149,7 +149,7 @@ def _sdpa(inputs: Inputs) -> Prepared:
     return _prepared(inputs, attend, _rows_first(inputs), inputs.pair_bias)
 
 
-def _cuequivariance(inputs: Inputs) -> Prepared:
+def _cuequivariance(inputs: CaseInputs) -> Prepared:
     from cuequivariance_ops_torch.triangle_attention import triangle_attention
 
     b, _, lq, h, _ = inputs.q.shape
@@ -167,7 +167,7 @@ def _cuequivariance(inputs: Inputs) -> Prepared:
     return _prepared(inputs, attend, (_heads_inside, _heads_outside), None if inputs.pair_bias is None else bias)
 
 
-def _trifast(inputs: Inputs) -> Prepared:
+def _trifast(inputs: CaseInputs) -> Prepared:
     from trifast import triangle_attention
 
     b, n, lq = inputs.q.shape[:3]
@@ -182,7 +182,7 @@ def _trifast(inputs: Inputs) -> Prepared:
     return _prepared(inputs, attend, layouts, inputs.pair_bias[:, 0].contiguous())
 
 
-def _deepspeed(inputs: Inputs) -> Prepared:
+def _deepspeed(inputs: CaseInputs) -> Prepared:
     from deepspeed.ops.deepspeed4science import DS4Sci_EvoformerAttention
 
     lq, d = inputs.q.shape[2], inputs.q.shape[-1]
@@ -202,7 +202,7 @@ def _deepspeed(inputs: Inputs) -> Prepared:
     return Prepared(attend, (inputs.q, inputs.k, inputs.v, inputs.pair_bias))
 
 
-def _openfold3(inputs: Inputs) -> Prepared:
+def _openfold3(inputs: CaseInputs) -> Prepared:
     """OpenFold-3's kernel as its attention calls it: without a pair bias it takes zeros and a flag that skips them."""
     from openfold3.core.kernels.triton.evoformer import TritonEvoformer
 
@@ -221,7 +221,7 @@ def _openfold3(inputs: Inputs) -> Prepared:
     return Prepared(attend, (inputs.q, inputs.k, inputs.v, inputs.pair_bias))
 
 
-def _turbopairformer(inputs: Inputs) -> Prepared:
+def _turbopairformer(inputs: CaseInputs) -> Prepared:
     """Its kernels take `[b,n,h,l,d]` and write `[b,n,l,h,d]`, so that is how q, k, v and dO lie in memory."""
     from turbopairformer import is_triangle_attention_supported, turbo_attention
 

@@ -27,7 +27,7 @@ Say = Callable[[str], object]
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """The problems, passes and contenders of a run.
 
     Args:
@@ -51,7 +51,7 @@ class Plan:
 
 
 def run(
-    plan: Plan,
+    plan: BenchPlan,
     record: Record,
     device: torch.device,
     clock: Clock,
@@ -85,7 +85,7 @@ def run(
     return record
 
 
-def _measure(plan: Plan, problem: Problem, device: torch.device, clock: Clock, say: Say) -> None:
+def _measure(plan: BenchPlan, problem: Problem, device: torch.device, clock: Clock, say: Say) -> None:
     """Verify and time all contenders on one problem. Without memory for it, the results have the reason."""
     release(device)
     workload, dtype = problem.workload, getattr(torch, problem.dtype)

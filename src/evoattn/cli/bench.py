@@ -15,7 +15,7 @@ from evoattn.bench import compare, machine, table
 from evoattn.bench.clock import clock_for
 from evoattn.bench.peers import PEERS
 from evoattn.bench.record import PASSES, Record, read, write
-from evoattn.bench.run import Plan
+from evoattn.bench.run import BenchPlan
 from evoattn.bench.run import run as measure
 from evoattn.cli.terminal import (
     RefusedError,
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     if peers is None:
         peers = [name for name, peer in PEERS.items() if not (peer.compiles and device.type == "cpu")]
     passes, backends, peers = (tuple(dict.fromkeys(names)) for names in (arguments.passes, arguments.backends, peers))
-    plan = Plan(workloads, dtypes, passes, backends, peers, arguments.rounds)
+    plan = BenchPlan(workloads, dtypes, passes, backends, peers, arguments.rounds)
     path: Path | None = arguments.json
     if path is not None:
         check_json(path)

@@ -19,7 +19,7 @@ from evoattn.core import tuned_tiles
 from evoattn.core.config import Config
 from evoattn.core.problem import NO_GRADIENTS, Problem
 from evoattn.dispatch.lookup import refusals
-from evoattn.testing import Inputs
+from evoattn.testing import CaseInputs
 from evoattn.workloads import Workload
 
 _WORTH_A_STEP = 0.01
@@ -120,7 +120,7 @@ def tune(
 class _Climb:
     """A hill climb from the built-in choice, for one direction."""
 
-    inputs: Inputs
+    inputs: CaseInputs
     expected: dict[str, Tensor]
     backend: str
     direction: str

@@ -6,7 +6,7 @@
 >>> testing.check(testing.run(inputs, backend="tiled"), inputs)
 """
 
-from evoattn.testing.cases import AWKWARD, Case, Inputs, from_workload
+from evoattn.testing.cases import AWKWARD, Case, CaseInputs, from_workload
 from evoattn.testing.dense import Results
 from evoattn.testing.judging import Outcome, judge
 from evoattn.testing.oracle import budgets, check, errors, oracle, relative_error, run
@@ -14,7 +14,7 @@ from evoattn.testing.oracle import budgets, check, errors, oracle, relative_erro
 __all__ = [
     "AWKWARD",
     "Case",
-    "Inputs",
+    "CaseInputs",
     "Outcome",
     "Results",
     "budgets",

@@ -17,7 +17,7 @@ Low = Literal["minus_1e9", "minus_1e9_rows", "minus_1e10_first", "minus_inf", "m
 
 
 @dataclasses.dataclass(frozen=True)
-class Inputs:
+class CaseInputs:
     """The arguments of one call, and random cotangents for its outputs."""
 
     case: Case
@@ -106,10 +106,10 @@ class Case:
     gate: Literal["random", "large"] | None = None
     gate_strides: Strides | Literal["expanded_rows", "expanded_channels"] = "contiguous"
 
-    def make(self, seed: int = 0, device: torch.device | str = "cpu") -> Inputs:
+    def make(self, seed: int = 0, device: torch.device | str = "cpu") -> CaseInputs:
         """Fresh random inputs, drawn on the CPU and moved to a device: the same seed gives the same numbers on every device."""
         tensors: dict[str, Any] = Drawing(self, seed, device).tensors()
-        return Inputs(case=self, **tensors)
+        return CaseInputs(case=self, **tensors)
 
     def strides_of(self, name: str) -> str:
         """The strides of q, k or v."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evoattn.core.problem import GRADIENTS
-from evoattn.testing.cases import Inputs
+from evoattn.testing.cases import CaseInputs
 
 Call = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", "Tensor | None"], tuple[Tensor, Tensor]]
 
@@ -36,17 +36,17 @@ def key_axes(x: Tensor | None, ndim: int) -> Tensor | None:
     return x[..., None, None, :]
 
 
-def heads_first(x: Tensor, inputs: Inputs) -> Tensor:
+def heads_first(x: Tensor, inputs: CaseInputs) -> Tensor:
     """`[*,n,h,l,d]`, whatever the layout."""
     return x.transpose(-2, -3) if inputs.case.layout == "bnlhd" else x
 
 
-def plain_biases(inputs: Inputs, mask_bias: Tensor | None, pair_bias: Tensor | None, dtype: torch.dtype) -> Biases:
+def plain_biases(inputs: CaseInputs, mask_bias: Tensor | None, pair_bias: Tensor | None, dtype: torch.dtype) -> Biases:
     """The biases in the dtype of the scores, added one after the other, as a model in plain torch does it."""
     return Biases(tuple(x.to(dtype) for x in (pair_bias, key_axes(mask_bias, inputs.q.ndim)) if x is not None))
 
 
-def shifted_biases(inputs: Inputs, mask_bias: Tensor | None, pair_bias: Tensor | None, dtype: torch.dtype) -> Biases:
+def shifted_biases(inputs: CaseInputs, mask_bias: Tensor | None, pair_bias: Tensor | None, dtype: torch.dtype) -> Biases:
     """The biases measured from the largest sum of a query over the keys that it attends to.
 
     At -1e9 even float64 has steps of 1e-7. So what rounding takes from the sum of both biases is kept, and added once the shift
@@ -73,7 +73,7 @@ def _rounded_off(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
     return torch.where(rounding.isfinite(), rounding, 0)
 
 
-def scores(inputs: Inputs, q: Tensor, k: Tensor, biases: Biases) -> Tensor:
+def scores(inputs: CaseInputs, q: Tensor, k: Tensor, biases: Biases) -> Tensor:
     """S `[*,n,h,q,k]` of q and k with heads first; -inf where a key is not attended."""
     scale = q.shape[-1] ** -0.5 if inputs.case.scale is None else inputs.case.scale
     s = torch.matmul(q * scale, k.transpose(-1, -2))
@@ -83,7 +83,7 @@ def scores(inputs: Inputs, q: Tensor, k: Tensor, biases: Biases) -> Tensor:
     return s if mask is None else s.masked_fill(~mask, -torch.inf)
 
 
-def dense(inputs: Inputs, biases_of: Callable[..., Biases]) -> Call:
+def dense(inputs: CaseInputs, biases_of: Callable[..., Biases]) -> Call:
     """Attention by the plainest torch there is, as a function of `problem.GRADIENTS`."""
 
     def call(
@@ -102,7 +102,7 @@ def dense(inputs: Inputs, biases_of: Callable[..., Biases]) -> Call:
     return call
 
 
-def differentiate(call: Call, inputs: Inputs, dtype: torch.dtype | None) -> Results:
+def differentiate(call: Call, inputs: CaseInputs, dtype: torch.dtype | None) -> Results:
     """Outputs and the wanted gradients of a call, on inputs converted to a dtype."""
 
     def leaf(name: str) -> Tensor | None:

@@ -24,7 +24,7 @@ class Drawing:
         self.pair_bias_dtype = case.pair_bias_dtype or self.mask_bias_dtype
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """Draw the tensors of `Inputs`, by name."""
+        """Draw the tensors of `CaseInputs`, by name."""
         case = self.case
         c = case.d if case.c is None else case.c
         kv_heads = case.kv_heads or case.h

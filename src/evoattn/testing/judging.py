@@ -14,7 +14,7 @@ from torch import Tensor
 from evoattn.api import explain
 from evoattn.core.numerics import accumulate_dtype
 from evoattn.core.problem import GRADIENTS
-from evoattn.testing.cases import Inputs
+from evoattn.testing.cases import CaseInputs
 from evoattn.testing.dense import Results, heads_first
 from evoattn.testing.oracle import beyond, budgets, errors, oracle, run
 
@@ -39,7 +39,7 @@ class Outcome:
     kinds: tuple[str, ...] = ()
 
 
-def judge(inputs: Inputs, backend: str = "auto", *, deterministic: bool = False) -> Outcome:
+def judge(inputs: CaseInputs, backend: str = "auto", *, deterministic: bool = False) -> Outcome:
     """Run a call forward and backward on a backend, and judge all results.
 
     Errors have to stay within their budgets, shapes and dtypes have to be right, values finite where the oracle's are, queries
@@ -87,7 +87,7 @@ def verdict(find: Callable[[], Outcome | Failures]) -> Outcome:
     return Outcome("failed", what, tuple(kind for kind, _ in failures))
 
 
-def refusals(inputs: Inputs, backend: str, *, deterministic: bool = False) -> list[str]:
+def refusals(inputs: CaseInputs, backend: str, *, deterministic: bool = False) -> list[str]:
     """The reasons of a backend to refuse a call, forward or backward. "auto" has none."""
     if backend == "auto":
         return []
@@ -99,7 +99,7 @@ def refusals(inputs: Inputs, backend: str, *, deterministic: bool = False) -> li
     return explanation.refused.get(backend, [])
 
 
-def observe(inputs: Inputs, attend: Callable[[Inputs], Results], *, twice: bool) -> tuple[Results, Failures]:
+def observe(inputs: CaseInputs, attend: Callable[[CaseInputs], Results], *, twice: bool) -> tuple[Results, Failures]:
     """Run a call, and find the arguments that it changed. If it runs twice, find the results whose bits differ."""
     before = {name: bits(x) for name in _ARGUMENTS if (x := getattr(inputs, name)) is not None}
     with poisoned():
@@ -114,7 +114,7 @@ def observe(inputs: Inputs, attend: Callable[[Inputs], Results], *, twice: bool)
     return results, failures
 
 
-def wrong_shapes(inputs: Inputs, results: Results, expected: Results) -> Failures:
+def wrong_shapes(inputs: CaseInputs, results: Results, expected: Results) -> Failures:
     """Values of the wrong shape or dtype, and values that are missing."""
     failures = []
     for name, right in expected.values.items():
@@ -129,7 +129,7 @@ def wrong_shapes(inputs: Inputs, results: Results, expected: Results) -> Failure
     return failures
 
 
-def wrong_values(inputs: Inputs, results: Results, expected: Results) -> Failures:
+def wrong_values(inputs: CaseInputs, results: Results, expected: Results) -> Failures:
     """Values that are not finite, and queries without a key whose output, LSE or gradients are not 0, -inf and 0."""
     failures = []
     for name, right in expected.values.items():

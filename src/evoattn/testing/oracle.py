@@ -12,7 +12,7 @@ from evoattn.api import evoformer_attention
 from evoattn.core.config import Config
 from evoattn.core.numerics import accumulate_dtype
 from evoattn.core.problem import GRADIENTS
-from evoattn.testing.cases import Inputs
+from evoattn.testing.cases import CaseInputs
 from evoattn.testing.dense import Results, dense, differentiate, plain_biases, shifted_biases
 
 MULTIPLE = 4.0
@@ -20,7 +20,7 @@ FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 5e-4, torch.b
 CEILING = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
-def run(inputs: Inputs, backend: str = "auto", *, deterministic: bool = False, config: Config | None = None) -> Results:
+def run(inputs: CaseInputs, backend: str = "auto", *, deterministic: bool = False, config: Config | None = None) -> Results:
     """Forward and backward through the public call."""
 
     case = inputs.case
@@ -33,7 +33,7 @@ def run(inputs: Inputs, backend: str = "auto", *, deterministic: bool = False, c
     return differentiate(call, inputs, None)
 
 
-def oracle(inputs: Inputs) -> Results:
+def oracle(inputs: CaseInputs) -> Results:
     """The same in float64, dense, by plain autograd.
 
     The largest bias of each query is taken off first: at -1e9 even float64 loses digits.
@@ -41,7 +41,7 @@ def oracle(inputs: Inputs) -> Results:
     return differentiate(dense(inputs, shifted_biases), inputs, torch.float64)
 
 
-def low_precision(inputs: Inputs) -> Results:
+def low_precision(inputs: CaseInputs) -> Results:
     """The same, dense, with every intermediate in q's dtype, as a model in plain torch computes it."""
     return differentiate(dense(inputs, plain_biases), inputs, inputs.q.dtype)
 
@@ -67,7 +67,7 @@ def errors(results: Results, expected: Results) -> dict[str, float]:
     return {name: relative_error(value, expected.values[name]) for name, value in results.values.items()}
 
 
-def budgets(inputs: Inputs, results: Results, expected: Results, lost: dict[str, float] | None = None) -> dict[str, float]:
+def budgets(inputs: CaseInputs, results: Results, expected: Results, lost: dict[str, float] | None = None) -> dict[str, float]:
     """The error allowed for every value: four times what the dense low-precision computation loses, within the dtype's bounds.
 
     The LSE is held to the bounds of its own dtype, the others to those of the coarser of q's and their own. If scores of size
@@ -88,7 +88,7 @@ def budgets(inputs: Inputs, results: Results, expected: Results, lost: dict[str,
     return allowed
 
 
-def coarser(name: str, inputs: Inputs, results: Results) -> torch.dtype:
+def coarser(name: str, inputs: CaseInputs, results: Results) -> torch.dtype:
     """The dtype whose bounds apply to a value."""
     dtype = results.values[name].dtype
     return inputs.q.dtype if name != "lse" and torch.finfo(inputs.q.dtype).eps > torch.finfo(dtype).eps else dtype
@@ -99,7 +99,7 @@ def beyond(found: dict[str, float], allowed: dict[str, float]) -> list[tuple[str
     return [(name, error, allowed[name]) for name, error in found.items() if not error <= allowed[name]]
 
 
-def check(results: Results, inputs: Inputs) -> None:
+def check(results: Results, inputs: CaseInputs) -> None:
     """Raise AssertionError if a value has the wrong shape or dtype, or is further from the oracle than its budget.
 
     Values that `results` does not have, such as the LSE of a kernel that returns none, are not checked.

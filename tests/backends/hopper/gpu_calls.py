@@ -25,13 +25,13 @@ WAYS = {
 """Where a call's pair bias is: a fixture for it, and what the call looks like."""
 
 
-def example(**changes: object) -> testing.Inputs:
+def example(**changes: object) -> testing.CaseInputs:
     """Random inputs: 8 rows, 4 heads, 192 queries and keys of 32 channels, a mask and a pair bias, but for the changes."""
     settings: dict = {"n": 8, "h": 4, "lq": 192, "lk": 192, "d": 32, "dtype": torch.bfloat16, "mask": "random"}
     return testing.Case("gpu", **{**settings, "pair_bias": "b1hqk", **changes}).make(seed=6, device="cuda")
 
 
-def forward(inputs: testing.Inputs, **changes: object) -> testing.Results:
+def forward(inputs: testing.CaseInputs, **changes: object) -> testing.Results:
     """o and lse by the Hopper backend; skips what it refuses."""
     case = inputs.case
     call = {

@@ -161,7 +161,7 @@ def test_a_pair_bias_of_one_key_out_of_many(length: int) -> None:
 ADVERSARIES = ["growing", "growing_far", "large", "first_masked", "pair_first_masked", "one_far_key", "first_biased"]
 
 
-def adversary(kind: str, dtype: torch.dtype, length: int, channels: int) -> testing.Inputs:
+def adversary(kind: str, dtype: torch.dtype, length: int, channels: int) -> testing.CaseInputs:
     """Inputs for which a reference taken from the first keys is wrong."""
     case = testing.Case("adversary", n=5, h=2, lq=length, lk=length, d=channels, dtype=dtype, pair_bias="b1hqk", mask="random")
     inputs = case.make(seed=4, device="cuda")

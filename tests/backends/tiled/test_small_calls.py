@@ -10,18 +10,18 @@ from torch import Tensor
 
 import evoattn
 from evoattn.bench.memory import peak_bytes
-from evoattn.testing import Case, Inputs
+from evoattn.testing import Case, CaseInputs
 
 CPU = torch.device("cpu")
 GRADIENTS = ("q", "k", "v", "pair_bias")
 
 
-def make(**sizes: Any) -> tuple[Inputs, list[Tensor]]:
+def make(**sizes: Any) -> tuple[CaseInputs, list[Tensor]]:
     inputs = Case("small", **{"n": 3, "h": 2, "lq": 12, "lk": 12, "d": 8, "pair_bias": "b1hqk", **sizes}).make()
     return inputs, [x.requires_grad_() for name, x in inputs.differentiable.items() if name in GRADIENTS]
 
 
-def attend(inputs: Inputs, **options: Any) -> Any:
+def attend(inputs: CaseInputs, **options: Any) -> Any:
     return evoattn.evoformer_attention(
         inputs.q, inputs.k, inputs.v, mask=inputs.mask, pair_bias=inputs.pair_bias, backend="tiled", **options
     )
@@ -102,7 +102,7 @@ def test_no_more_products_than_dense() -> None:
     assert fused == dense == 6
 
 
-def dense_of(inputs: Inputs) -> Tensor:
+def dense_of(inputs: CaseInputs) -> Tensor:
     """Attention as models write it in plain torch, all scores in memory; the additions are in place."""
     q, k, v = (x.transpose(-2, -3) for x in (inputs.q, inputs.k, inputs.v))  # [b,n,h,l,d]
     s = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))  # [b,n,h,q,k]

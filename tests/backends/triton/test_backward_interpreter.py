@@ -61,7 +61,7 @@ else:
         monkeypatch.setattr(backward_plan, "backward_tiles", lambda *_: tiles)
         seams.forget()
 
-    def check(inputs: testing.Inputs, *, deterministic: bool = False, config: Config | None = None) -> None:
+    def check(inputs: testing.CaseInputs, *, deterministic: bool = False, config: Config | None = None) -> None:
         testing.check(testing.run(inputs, "triton", deterministic=deterministic, config=config), inputs)
 
     # The longest take half a minute here; the GPU suite has them all.

@@ -42,7 +42,7 @@ else:
         pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
     ]
 
-    def forward(inputs: testing.Inputs, config: Config | None = None) -> tuple[Tensor, Tensor]:
+    def forward(inputs: testing.CaseInputs, config: Config | None = None) -> tuple[Tensor, Tensor]:
         """O and the LSE."""
         names = ("mask", "mask_bias", "pair_bias", "gate")
         options: Any = {name: getattr(inputs, name) for name in names}
@@ -50,7 +50,7 @@ else:
         options |= {"scale": case.scale, "layout": case.layout, "backend": "triton", "config": config}
         return evoformer_attention(inputs.q, inputs.k, inputs.v, return_lse=True, **options)
 
-    def check(inputs: testing.Inputs, config: Config | None = None) -> None:
+    def check(inputs: testing.CaseInputs, config: Config | None = None) -> None:
         """Hold o and lse to the suite's budget."""
         o, lse = forward(inputs, config)
         testing.check(testing.Results({"o": o, "lse": lse}), inputs)

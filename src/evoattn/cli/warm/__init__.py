@@ -51,7 +51,7 @@ exit status: 0 every kernel is kept; 1 a kernel failed; 2 bad options; 130 inter
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Request:
     """The kernels to compile: of these families, lengths, dtypes of q, k and v, and cards, by so many worker processes."""
 
     models: tuple[str, ...]
@@ -100,7 +100,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    settings = Settings(
+    request = Request(
         models=tuple(dict.fromkeys(arguments.model)),
         lengths=tuple(dict.fromkeys(arguments.lengths or LENGTHS)),
         dtypes=tuple(_DTYPES[name] for name in dict.fromkeys(arguments.dtypes or ())) or DTYPES,
@@ -108,8 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
         cards=local_cards() if arguments.arch is None else cards_of(arguments.arch),
         jobs=arguments.jobs or cores(),
     )
-    check_folders(settings.cards)
-    return warm(settings)
+    check_folders(request.cards)
+    return warm(request)
 
 
 def check_folders(cards: tuple[Card, ...]) -> None:
@@ -137,15 +137,15 @@ def triton_folder() -> Path:
     return Path(knobs.cache.dir)
 
 
-def warm(settings: Settings) -> int:
-    """Compile the kernels of these settings, print a table of them, and return the exit status."""
-    tell_missing(settings.cards[0])
+def warm(request: Request) -> int:
+    """Compile the kernels of a request, print a table of them, and return the exit status."""
+    tell_missing(request.cards[0])
     counts: dict[str, Counts] = {}
     unknown: list[str] = []
     begun = time.monotonic()
     try:
-        with Pool(settings.jobs) as pool:
-            _compile_missing(_find_all(settings, pool, unknown), pool, counts)
+        with Pool(request.jobs) as pool:
+            _compile_missing(_find_all(request, pool, unknown), pool, counts)
     finally:  # also after Ctrl-C: the finished kernels are kept
         print(f"{'backend':<8} {'compiled':>8} {'there':>6} {'failed':>7} {'CPU s':>7} {'MB':>7}  folder")
         for name, x in sorted(counts.items()):
@@ -168,9 +168,9 @@ def tell_missing(card: Card) -> None:
             print(f"evoattn warm: without {name}: {why}", file=sys.stderr)
 
 
-def _find_all(settings: Settings, pool: Pool, unknown: list[str]) -> list[Launched]:
+def _find_all(request: Request, pool: Pool, unknown: list[str]) -> list[Launched]:
     """All kernels, each once, those of backwards first. Calls whose kernels cannot be found are told and added to `unknown`."""
-    tasks = [Task("evoattn.cli.warm.calls:find_all", chunk) for chunk in chunks(settings)]
+    tasks = [Task("evoattn.cli.warm.calls:find_all", chunk) for chunk in chunks(request)]
     kernels: dict[tuple[str, str], Launched] = {}
     with count_progress(len(tasks)) as count:
         for done, report in enumerate(pool.run(tasks), 1):
@@ -184,14 +184,14 @@ def _find_all(settings: Settings, pool: Pool, unknown: list[str]) -> list[Launch
     return sorted(kernels.values(), key=lambda one: (one.backend, not one.call.training))
 
 
-def chunks(settings: Settings) -> Iterator[tuple[list[Call], Card]]:
+def chunks(request: Request) -> Iterator[tuple[list[Call], Card]]:
     """Yield calls of a card in chunks: all for the first card of an architecture, and for its others those that may differ."""
     seen: set[tuple[int, int]] = set()
-    for card in settings.cards:
-        lengths = COARSE if card.capability in seen and settings.lengths == LENGTHS else settings.lengths
+    for card in request.cards:
+        lengths = COARSE if card.capability in seen and request.lengths == LENGTHS else request.lengths
         seen.add(card.capability)
-        attentions = (attention for name in settings.models for attention in FAMILIES[name])
-        waiting = iter(dict.fromkeys(calls_of(attentions, lengths, settings.dtypes, settings.training)))
+        attentions = (attention for name in request.models for attention in FAMILIES[name])
+        waiting = iter(dict.fromkeys(calls_of(attentions, lengths, request.dtypes, request.training)))
         while chunk := list(itertools.islice(waiting, _CHUNK)):
             yield chunk, card
 

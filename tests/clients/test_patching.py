@@ -89,7 +89,7 @@ def test_each_call_is_undone_for_itself(toy: Any) -> None:
 def test_a_refused_second_call_is_none(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     original = toy.layers._attention
     with evoattn.patch("toy", layers=False):
-        monkeypatch.setattr(patching.Patch, "_mend", lambda *_: (_ for _ in ()).throw(ImportError("gone")))
+        monkeypatch.setattr(patching.Patch, "_apply", lambda *_: (_ for _ in ()).throw(ImportError("gone")))
         with pytest.raises(ImportError, match="gone"):
             evoattn.patch("toy")
         assert toy.layers._attention is not original

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -14,11 +12,11 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from evoattn.clients import graphs as recorded
 from evoattn.clients.registry import NAMES, client
-from evoattn.clients.releases import UnknownRelease, check_files, check_function
+from evoattn.clients.releases import UnknownRelease, check_files, check_function, is_known
 from evoattn.clients.site import KINDS, Client, Count, Site, in_words
 from evoattn.core.devices import installed
 
@@ -26,25 +24,8 @@ __all__ = ["NAMES", "Patch", "active", "client", "patch", "patch_as_imported"]
 
 _NOTHING = object()
 
-
-@dataclasses.dataclass
-class _Change:
-    """One attribute that was set."""
-
-    owner: Any
-    name: str
-    before: Any
-    now: Any
-
-    def undo(self) -> bool:
-        """Put back what was there, unless somebody else has changed it since."""
-        if vars(self.owner).get(self.name) is not self.now:
-            return False
-        if self.before is _NOTHING:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.before)
-        return True
+_STEP = "step"
+"""The kind under which replays of CUDA graphs are counted."""
 
 
 class Patch:
@@ -64,14 +45,12 @@ class Patch:
     def __init__(self, tell: Callable[[str, str], None] | None = None) -> None:
         self.versions: dict[str, str] = {}
         self.sites: tuple[str, ...] = ()
-        self._applied: set[tuple[str, str]] = set()  # clients and kinds of sites
-        self._counts: dict[str, Count] = {}
-        self._kinds: dict[str, str] = {}
-        self._steps: dict[str, Count] = {}
-        self._changes: list[_Change] = []
+        self._parts: dict[str, set[str]] = {}  # of each client, those that were asked for
+        self._counts: dict[tuple[str, str], Count] = {}  # by the kind of call and the site
+        self._changes: dict[tuple[Any, str], tuple[Any, Any]] = {}  # by owner and name: the original, and what stands there
         self._replacements: dict[Site, Callable[..., Any]] = {}
-        self._calls = 1  # of `patch`, that are not undone
-        self._fresh = 1  # of these, those without a `with` block
+        self._calls = 0  # of `patch`, that are not undone
+        self._fresh = 0  # of these, those without a `with` block
         self._entered: list[tuple[bool, int]] = []
         self._tell = tell
         self._forks_before = len(_forks())
@@ -84,25 +63,25 @@ class Patch:
     @property
     def calls_by_kind(self) -> dict[str, int]:
         """Calls that evoattn computed, as "attention call", "triangle multiplication", "transition" and "pair block"."""
-        calls = {kind: 0 for kind in KINDS if kind in self._kinds.values()}
-        for site, count in self._counts.items():
-            calls[self._kinds[site]] += count.replaced
-        return calls
+        kinds = {kind for kind, _ in self._counts}
+        return {x: sum(count.replaced for (kind, _), count in self._counts.items() if kind == x) for x in KINDS if x in kinds}
 
     @property
     def calls_by_site(self) -> dict[str, int]:
         """Calls that evoattn computed, by site."""
-        return {site: count.replaced for site, count in self._counts.items()}
+        return {site: count.replaced for (kind, site), count in self._counts.items() if kind != _STEP}
 
     @property
     def passed_on(self) -> dict[str, int]:
         """Calls that the client's own functions computed, by reason."""
-        return dict(sum((count.passed_on for count in self._counts.values()), collections.Counter()))
+        counts = (count.passed_on for (kind, _), count in self._counts.items() if kind != _STEP)
+        return dict(sum(counts, collections.Counter()))
 
     @property
     def steps(self) -> dict[str, dict[str, int]]:
         """For each function that is recorded as a CUDA graph, how often a graph was replayed, as "", or why it was not."""
-        return {site: {"": count.replaced, **count.passed_on} for site, count in self._steps.items()}
+        counts = {site: count for (kind, site), count in self._counts.items() if kind == _STEP}
+        return {site: {"": count.replaced, **count.passed_on} for site, count in counts.items()}
 
     def undo(self) -> None:
         """Undo one call of `patch`.
@@ -134,7 +113,14 @@ class Patch:
         """Put the originals back."""
         for replacement in self._replacements.values():
             recorded.release(replacement)
-        lost = [change.name for change in reversed(self._changes) if not change.undo()]
+        lost = []
+        for (owner, name), (original, ours) in self._changes.items():
+            if vars(owner).get(name) is not ours:
+                lost.append(name)
+            elif original is _NOTHING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
         self._changes.clear()
         self._replacements.clear()
         for name in self.versions:
@@ -158,17 +144,23 @@ class Patch:
             lines.append(f"  calls in {processes} forked since are not counted here")
         return "\n".join(lines)
 
-    def _apply(self, of: Client, layers: bool, graphs: bool) -> None:
-        """Check all sites of a client, then replace them: nothing is half patched."""
+    def _apply(self, of: Client, parts: Iterable[str]) -> None:
+        """Replace parts of a client, and what was reloaded of those that were replaced before. What others put there stays.
+
+        All sites are checked first: nothing is half patched.
+        """
         version = of.installed
         if version is None:
             raise ImportError(f"{of.name} is not installed: no distribution {of.distribution} in this environment")
-        wanted = [part for part in _parts(of, layers, graphs) if (of.name, part.kind) not in self._applied]
-        for site in itertools.chain.from_iterable(part.sites for part in wanted):
+        there, lost = self._parts.get(of.name, set()) if self._calls else set(), self._lost()
+        new = {part: sites for part, sites in of.parts().items() if part in parts and part not in there}
+        for site in itertools.chain.from_iterable(new.values()):
             check_function(of, site)
-        for part in wanted:
-            self._replace(of, part.sites, part.values)
-            self._applied.add((of.name, part.kind))
+        for part, sites in of.parts().items():
+            again = [site for site in sites if site in lost and is_known(of, site)] if part in there else new.get(part)
+            if again:
+                self._replace(of, part, again)
+        self._parts[of.name] = there | set(parts)
         self.versions[of.name] = version
         active[of.name] = self
 
@@ -177,17 +169,13 @@ class Patch:
         others = [name for name in self.versions if name in active]
         if others:
             raise RuntimeError(f"another patch of {', '.join(others)} is active: undo it before you enter this one again")
-        self._calls = self._fresh = 1
         try:
-            for name in self.versions:
-                of = client(name)
-                for part in _parts(of):
-                    if (name, part.kind) in self._applied:
-                        self._replace(of, part.sites, part.values)
-                active[name] = self
+            for name, parts in list(self._parts.items()):
+                self._apply(client(name), parts)
         except BaseException:
-            self._leave(0)
+            self._restore()
             raise
+        self._calls = self._fresh = 1
 
     def _lost(self) -> list[Site]:
         """The sites at which another function stands by now, which does not call the replacement."""
@@ -197,44 +185,31 @@ class Patch:
 
         return [site for site, replacement in self._replacements.items() if is_lost(site.find()[2], replacement)]
 
-    def _mend(self, of: Client) -> None:
-        """Replace what is the client's own again, because its module was reloaded. What others put there stays."""
-        lost = set(self._lost())
-        for part in _parts(of):
-            again = []
-            for site in filter(lost.__contains__, part.sites):
-                with contextlib.suppress(UnknownRelease):
-                    check_function(of, site)
-                    again.append(site)
-            owners = [sys.modules[site.module] for site in again]
-            self._changes = [x for x in self._changes if x.owner not in owners or vars(x.owner).get(x.name) is x.now]
-            if again:
-                self._replace(of, again, part.values)
-
-    def _replace(self, of: Client, sites: Iterable[Site], values: Iterable[tuple[str, str, Any]]) -> None:
-        """Check these sites, then replace them."""
+    def _replace(self, of: Client, part: str, sites: Iterable[Site], module: str = "") -> None:
+        """Check these sites of a part, then replace them. module: the only one that gets a value. "": all get theirs."""
         targets = [(site, *check_function(of, site)) for site in sites]
         for before in self._replacements.values():  # what was recorded did not call what comes now
             recorded.release(before)
-        changes: list[_Change] = []
+        changes: list[tuple[Any, str, Any]] = []
         replacements: dict[Site, Callable[..., Any]] = {}
         for site, owner, name, original in targets:
             if site.replace is None or (site.missing is not None and installed(site.missing)):
                 continue
-            counts, kind = (self._steps, "step") if site in of.steps else (self._counts, site.kind)
-            count = counts.get(str(site)) or Count(self._tell and functools.partial(self._tell, kind))
+            kind = _STEP if part == "steps" else site.kind
+            count = self._counts.get((kind, str(site))) or Count(self._tell and functools.partial(self._tell, kind))
             if site.counted:
-                counts[str(site)], self._kinds[str(site)] = count, kind
+                self._counts[kind, str(site)] = count
             replacement = replacements[site] = functools.wraps(original)(site.replace(original, count))
             places = [(owner, name)] if inspect.isclass(owner) else _names_of(original, of)
-            changes += [_Change(place, where, original, replacement) for place, where in places]
-        for module, name, value in values:
-            owner = importlib.import_module(module)
-            if not getattr(owner, name, None):
-                changes.append(_Change(owner, name, getattr(owner, name, _NOTHING), value))
-        for change in changes:
-            setattr(change.owner, change.name, change.now)
-        self._changes += changes
+            changes += [(*place, replacement) for place in places]
+        for path, name, value in of.values:
+            if module in ("", path) and not getattr(owner := importlib.import_module(path), name, None):
+                changes.append((owner, name, value))
+        for owner, name, now in changes:
+            there = vars(owner).get(name, _NOTHING)
+            original, ours = self._changes.get((owner, name), (there, there))
+            self._changes[owner, name] = (original if ours is there else there), now
+            setattr(owner, name, now)
         self._replacements |= replacements
         self.sites = tuple(dict.fromkeys((*self.sites, *map(str, replacements))))
 
@@ -293,13 +268,8 @@ def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False)
     if graphs and not client(name).steps:
         known = ", ".join(repr(each) for each in NAMES if client(each).steps)
         raise ValueError(f"graphs must be False for {name!r}: CUDA graphs are recorded of {known}")
-    if name not in active:
-        patched = Patch()
-        patched._apply(client(name), layers, graphs)
-        return patched
-    patched = active[name]
-    patched._mend(client(name))
-    patched._apply(client(name), layers, graphs)
+    patched = active.get(name) or Patch()
+    patched._apply(client(name), client(name).parts(layers, graphs))
     patched._calls += 1
     patched._fresh += 1
     return patched
@@ -311,9 +281,10 @@ def _patch_all(layers: bool, graphs: bool) -> Patch:
         if name in active or client(name).installed is None:
             continue
         try:
-            patched._apply(client(name), layers, graphs)
+            patched._apply(client(name), client(name).parts(layers, graphs))
         except (ImportError, UnknownRelease) as error:
             print(f"evoattn does not patch {name}: {error}", file=sys.stderr)
+    patched._calls = patched._fresh = 1
     print(str(patched).splitlines()[0].partition(":")[0], file=sys.stderr)
     return patched
 
@@ -323,45 +294,19 @@ def patch_as_imported(
 ) -> Patch:
     """Replace what is in one module of a client, which has just been imported; the others follow as they are imported.
 
-    Args:
-        name: one of `NAMES`.
-        module: full name of the module.
-        tell: is told of each call: its kind, of `KINDS`, or "step"; and then as by `Count`.
-        layers: whether whole layers in the module are replaced too.
-        graphs: whether steps in the module are recorded.
-
-    Returns:
-        The client's patch, the same for all its modules.
-
-    Raises:
-        UnknownRelease: the files of the client are not those that are known. Nothing is replaced then.
+    `tell` is told of each call: its kind, of `KINDS`, or "step"; and then as by `Count`. All modules share the client's patch.
+    UnknownRelease: the files of the client are not those that are known. Nothing is replaced then.
     """
     of = client(name)
+    parts = of.parts(layers, graphs)
     if name not in active:
         check_files(of)
-        patched = Patch(tell=tell)
-        patched._fresh = 0
-        patched.versions[name] = str(of.installed)
-        patched._applied = {(name, part.kind) for part in _parts(of, layers, graphs)}
-        active[name] = patched
-    for part in _parts(of, layers, graphs):
-        sites = [site for site in part.sites if site.module == module]
-        active[name]._replace(of, sites, [value for value in part.values if value[0] == module])
+        patched = active[name] = Patch(tell)
+        patched._calls = 1
+        patched.versions[name], patched._parts[name] = str(of.installed), set(parts)
+    for part, sites in parts.items():
+        active[name]._replace(of, part, [site for site in sites if site.module == module], module)
     return active[name]
-
-
-class _Part(NamedTuple):
-    """A kind of sites of a client that are replaced together, and values that are set with them."""
-
-    kind: str
-    sites: tuple[Site, ...]
-    values: tuple[tuple[str, str, Any], ...] = ()
-
-
-def _parts(of: Client, layers: bool = True, graphs: bool = True) -> list[_Part]:
-    """Return what is replaced, in order: attention, layers over it, steps over both. Each passes on what it does not know."""
-    parts = [_Part("attention", of.sites, of.values)]
-    return parts + [_Part("layers", of.layers)] * layers + [_Part("steps", of.steps)] * graphs
 
 
 def _names_of(function: Callable[..., Any], of: Client) -> list[tuple[types.ModuleType, str]]:

@@ -71,6 +71,14 @@ def check_function(of: Client, site: Site) -> tuple[Any, str, Callable[..., Any]
     return owner, name, function
 
 
+def is_known(of: Client, site: Site) -> bool:
+    """Return whether a known function stands at a site."""
+    try:
+        return bool(check_function(of, site))
+    except UnknownRelease:
+        return False
+
+
 def check_files(of: Client) -> None:
     """Raise UnknownRelease unless the files of a client hold the functions that are known. Nothing is imported.
 

@@ -44,10 +44,7 @@ _BYTES = 8
 class Tally:
     """Counts of names, in a file that is mapped to memory: they outlive a process that is killed.
 
-    A forked process begins a file of its own.
-
-    Args:
-        folder: where. If it is None, gone or full, nothing is counted.
+    A forked process begins a file of its own. If the folder is None, gone or full, nothing is counted.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
@@ -178,12 +175,9 @@ def _steps(counts: collections.Counter[str]) -> list[str]:
 def environment(
     folder: pathlib.Path | None, watched: dict[str, list[str]], *, layers: bool = True, graphs: bool = False
 ) -> dict[str, str]:
-    """The environment of a program whose processes patch clients. What the start-up file is told is JSON.
+    """The environment of a program whose processes patch clients: its start-up file gets JSON.
 
-    Args:
-        folder: that of the counts. None: nothing is counted.
-        watched: modules, each with the clients that it is of (`modules`).
-        layers, graphs: as `evoattn.patch` takes them.
+    `folder` is that of the counts, or None, and `watched` has modules with the clients that they are of (`modules`).
     """
     where = None if folder is None else str(folder)
     told = json.dumps({"folder": where, "modules": watched, "layers": layers, "graphs": graphs})
@@ -196,7 +190,7 @@ def modules(names: tuple[str, ...] = NAMES, *, layers: bool = True, graphs: bool
     clients_by_module: dict[str, list[str]] = {}
     for name in names:
         of = client(name)
-        sites = tuple(x for x in of.sites if x.replace) + of.layers * layers + of.steps * graphs
+        sites = (site for sites in of.parts(layers, graphs).values() for site in sites if site.replace)
         for module in sorted({site.module for site in sites} | {module for module, _, _ in of.values}):
             clients_by_module.setdefault(module, []).append(name)
     return clients_by_module

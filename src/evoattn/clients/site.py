@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 class Count:
     """Counts of a site's calls that the replacement computed, and of those passed on to the original, by reason.
 
-    Calls inside code that torch.compile made are not counted: a number that changes would have it compiled anew.
-
-    Args:
-        tell: is told of each call: "" if the replacement computes it, else the reason.
+    Calls inside code that torch.compile made are not counted: a number that changes would have it compiled anew. `tell` is told
+    of each call: "" if the replacement computes it, else the reason.
     """
 
     def __init__(self, tell: Callable[[str], None] | None = None) -> None:
@@ -181,3 +179,8 @@ class Client:
     def installed(self) -> str | None:
         """The version that is installed, or None."""
         return installed_version(self.distribution)
+
+    def parts(self, layers: bool = True, graphs: bool = True) -> dict[str, tuple[Site, ...]]:
+        """The sites by part, in the order of replacement. Each stands over those before, and passes on what it cannot do."""
+        parts = {"attention": self.sites, "layers": self.layers, "steps": self.steps}
+        return {part: parts[part] for part in ("attention", *["layers"] * layers, *["steps"] * graphs)}

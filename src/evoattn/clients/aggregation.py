@@ -21,18 +21,10 @@ _atoms: contextvars.ContextVar[int | None] = contextvars.ContextVar("atoms", def
 
 
 def sums(x: Tensor, group: Tensor, groups: int) -> Tensor:
-    """The sum of the rows of each group, added in the order of the rows; 0 for a group without rows.
+    """The sum of the rows `[*, N, C]` of each group, added in the order of the rows; 0 for a group without rows.
 
     `index_put_` that accumulates sorts the indices on a GPU, so its sums do not depend on the order of threads. Sums of numbers
     of 16 bits are float32 until the end.
-
-    Args:
-        x: `[*, N, C]`.
-        group: integers that broadcast to `[*, N]`, the group of each row.
-        groups: how many groups there are.
-
-    Returns:
-        `[*, groups, C]`.
     """
     rows = x.reshape(-1, *x.shape[-2:]).to(torch.promote_types(x.dtype, torch.float32))
     batch = torch.arange(len(rows), device=x.device)[:, None]

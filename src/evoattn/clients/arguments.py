@@ -54,11 +54,7 @@ def positions(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Name the arguments given by position, as a method of the client names them.
-
-    Raises:
-        UnknownArgument: the method does not take so many, or takes one of them twice.
-    """
+    """Name the arguments given by position, or raise UnknownArgument if there are too many or one is given twice."""
     if len(args) > len(names):
         raise UnknownArgument(f"the layer takes {len(names)} arguments by position, got {len(args)}")
     first = names[: len(args)]

@@ -104,10 +104,7 @@ def _blocks_of(model: nn.Module) -> list[tuple[str, nn.Module, SplitBlock]]:
 
 
 class _Runner:
-    """A client's block on this process.
-
-    leaves: whether z and s are gathered after the block.
-    """
+    """A client's block on this process. If it `leaves`, z and s are gathered after it."""
 
     def __init__(self, client: Any, kind: SplitBlock, mesh: Any, *, leaves: bool) -> None:
         self.kind, self.mesh, self.leaves, self.group = kind, mesh, leaves, mesh.get_group()
@@ -124,11 +121,7 @@ class _Runner:
         self.layers(client)
 
     def layers(self, client: Any) -> tuple[Any, Any]:
-        """The layers of `evoattn.nn` for those of z, and for the attention of s if the block has one.
-
-        Raises:
-            ValueError: `evoattn.nn` cannot compute them as they are now.
-        """
+        """The layers of `evoattn.nn` for those of z, and for the attention of s if the block has one, or ValueError."""
         if self.original.forward is not self.forward:
             check_methods("", client)
             self.forward = self.original.forward  # `evoattn.patch` or its end

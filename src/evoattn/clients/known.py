@@ -122,10 +122,8 @@ def transition(
 ) -> KnownLayer:
     """Describe a transition, which is left to the client if it is too wide or changes the number of channels.
 
-    Args:
-        modules, call, base: as in `KnownLayer`. The first module is the norm, the next are the projections.
-        function: the path of the client's module that applies SiLU or ReLU, or "" if it calls a function.
-        kind: the layer of `evoattn.nn`.
+    The first of the `modules` is the norm, the next are the projections. `function` is the path of the client's module that
+    applies SiLU or ReLU, or "" if it calls a function.
     """
     activation, last = ("swiglu", 3) if "swiglu.linear_a" in modules else ("relu", 2)
     paths = [client_path for _, client_path, _ in _paths(modules)]

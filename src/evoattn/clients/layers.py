@@ -70,11 +70,9 @@ def layer(original: Callable[..., Any], count: Count, least: int = 0, least_trai
     The original computes what `evoattn.nn` does not know, with its attention replaced: methods that a subclass overrides, other
     parameters, a precision or arguments of its own. torch.compile compiles the original too.
 
-    Args:
-        original, count: as all replacements take them.
-        least: on a GPU a pair representation of fewer residues is left to the original: the host sets the pace there, and the
-            original asks less of it. Not if the call is recorded as a CUDA graph.
-        least_trained: the same while gradients are recorded. None: `least`.
+    On a GPU a pair representation of fewer residues than `least` is left to the original: the host sets the pace there, and the
+    original asks less of it. Not if the call is recorded as a CUDA graph. `least_trained` is the same while gradients are
+    recorded.
     """
     names = positions(original)
     least_trained = least if least_trained is None else least_trained

@@ -46,16 +46,11 @@ def recognised(kind: type) -> tuple[Any, KnownLayer | KnownBlock] | None:
 class Swap:
     """The layer of `evoattn.nn` for a client's layer as it was, or the reason why there is none.
 
-    It does not hold the client's layer itself, but modules inside it.
-
-    Args:
-        client: the client's layer or block.
-        is_called: whether the client's layer is called, and this stands for the `forward` of the known class. If not, a
-            `forward` of its own is a reason not to swap it.
+    It does not hold the client's layer itself, but modules inside it. Unless it `is_called`, and this stands for the `forward`
+    of the known class, a `forward` of its own is a reason not to swap it.
 
     Attributes:
-        layer: the layer of `evoattn.nn`, or None.
-        reason: why there is none. "": there is one, or the client's own is as fast, or its class is not known.
+        reason: why there is no `layer`. "": there is one, or the client's own is as fast, or its class is not known.
         is_block: whether the client's class is a known block.
         snapshot: tells whether the client's layer has changed.
     """
@@ -91,16 +86,10 @@ class Swap:
     def run(
         self, client: nn.Module, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, str | None]:
-        """Compute a call of the client's layer.
+        """Compute a call of the client's layer, whose method takes arguments of these names by position.
 
-        Args:
-            client: the layer that is called.
-            names: of the arguments that its method takes by position.
-            args, kwargs: the arguments.
-
-        Returns:
-            The result and None. Or None and the reason why the client's own code has to compute the call; "" if its answer is
-            wanted, or it is as fast.
+        Return the result and None. Or None and the reason why the client's own code has to compute the call; "" if its answer
+        is wanted, or it is as fast.
         """
         if self.layer is None:
             return None, self.reason
@@ -181,8 +170,7 @@ def _overridden(client: nn.Module, known_kind: type, is_called: bool) -> str:
 def _bypassed(client: nn.Module, layer: nn.Module, kind: type) -> tuple[tuple[str, nn.Module], ...]:
     """The modules inside a client's layer that ours does not call, by name.
 
-    Raises:
-        ValueError: one of them may compute something else than the code of the known class.
+    ValueError: one of them may compute something else than the code of the known class.
     """
     adopted = {id(x) for x in layer.modules()}
     modules = tuple((name, x) for name, x in client.named_modules() if x is not client and id(x) not in adopted)

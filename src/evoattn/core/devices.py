@@ -23,15 +23,12 @@ _OF_AN_H200 = 132
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """The properties of an NVIDIA GPU that plans depend on.
+    """The properties of an NVIDIA GPU that plans depend on, as the driver tells them.
 
     Args:
-        name: as the driver tells it.
-        capability: compute capability, (major, minor).
-        processors: multiprocessors.
+        processors, registers: multiprocessors, and the registers of each.
         shared_memory: bytes that one block may use.
-        cache_bytes: bytes of second-level cache.
-        registers: of a multiprocessor.
+        cache_bytes: of second-level cache.
         clusters: how many clusters of 1, 2, 3... blocks run at a time if each block fills a multiprocessor; empty if unknown.
     """
 
@@ -142,7 +139,7 @@ def on_device_of(
 ) -> Callable[..., Any]:
     """`run` with the tensor's device as the current one; where it is that already, asking is all it costs.
 
-    first: what is done with `run` and its arguments before it runs for the first time, on a GPU; other threads wait for that.
+    On a GPU `first` gets `run` and its arguments before it runs for the first time; other threads wait for that.
     """
     if not tensor.is_cuda:
         return run

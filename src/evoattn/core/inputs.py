@@ -11,10 +11,7 @@ from torch import Tensor
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call, in the order in which the operators take them.
-
-    In a user's axes or in canonical ones (`evoattn.backends`), as the function says that takes them.
-    """
+    """The tensors of a call, in the order of the operators, in a user's axes or in canonical ones, as each function says."""
 
     q: Tensor
     k: Tensor
@@ -36,10 +33,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The results of a forward: O, gated if there is a gate, and two numbers of each query for the backward.
-
-    The two numbers (`evoattn.core.numerics`) do not depend on the gate.
-    """
+    """The results of a forward: O, gated if there is a gate, and two numbers of each query, which do not depend on the gate."""
 
     o: Tensor
     lse: Tensor
@@ -55,9 +49,7 @@ class Outputs(NamedTuple):
 class SavedProbabilities(NamedTuple):
     """The tensors that a forward saves in place of `Outputs`, if its plan has `evoattn.backends.Plan.save_probabilities`.
 
-    Args:
-        o: O, gated. None in a backward without a gate.
-        p: the probabilities, which only the plan's backend knows how to read.
+    o is gated; it is None in a backward without a gate. Only the plan's backend knows how to read p.
     """
 
     o: Tensor | None

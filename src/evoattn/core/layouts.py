@@ -78,12 +78,7 @@ _MADE: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
 
 class Columns(NamedTuple):
-    """The columns that tensors have in one contiguous matrix.
-
-    Args:
-        rows, width: of the matrix.
-        offsets: for each tensor its first column.
-    """
+    """The first columns (`offsets`) that tensors have in one contiguous matrix of so many rows and such a width."""
 
     rows: int
     width: int
@@ -130,11 +125,9 @@ def columns_of(tensors: Sequence[Tensor]) -> Columns | None:
 
 
 def join(parts: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor:
-    """A matrix `[rows, width]` from its columns; those that lie in one already, as `Columns.make` makes them, stay there.
+    """A matrix `[rows, width]` from gradients of its columns, side by side; None stands for zeros, and one is not None.
 
-    Args:
-        parts: gradients `[rows, size]`, of which at least one is not None; zeros stand for one that is None.
-        sizes: columns of each, which lie side by side in this order.
+    Those that lie in one already, as `Columns.make` makes them, stay there.
     """
     ends = list(itertools.accumulate(sizes))
     starts, width = [0, *ends[:-1]], ends[-1]

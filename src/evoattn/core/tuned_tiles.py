@@ -30,13 +30,7 @@ _ROWS_TOLD_APART = 4
 
 
 def tuned(backend: str, direction: str, problem: Problem) -> Config | None:
-    """Return the config that `evoattn tune` found for problems like this one, or None.
-
-    Args:
-        backend: the backend's name.
-        direction: "forward", "backward" or "both".
-        problem: the call.
-    """
+    """Return the config that `evoattn tune` found for problems like this one, or None."""
     named = os.environ.get(VARIABLE)
     if named == "":
         return None
@@ -144,14 +138,9 @@ def _warn(file: Path, why: str) -> None:
 
 
 def save(found: dict[str, dict[str, Any]], on_cpu: bool) -> Path:
-    """Add entries to the table file, all of them or none. Calls that this process plans afterwards use them.
+    """Add entries to the table file, all of them or none, and return its path. Calls that are planned afterwards use them.
 
-    Args:
-        found: entries by key. Each has a "config", and may have other fields for information.
-        on_cpu: whether this is the table of the CPU. Else it is that of the GPU.
-
-    Returns:
-        The path of the file.
+    Each entry has a "config", and may have other fields for information.
 
     Raises:
         OSError: the file cannot be written.

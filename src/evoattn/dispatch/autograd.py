@@ -35,9 +35,7 @@ _INPUTS = len(Inputs._fields)
 class OperatorCall:
     """A call through the operator, by views that autograd knows of. Its backward has canonical axes.
 
-    Args:
-        settings: of both passes.
-        casts: True if it was prepared under autocast. Its inputs then had autocast's dtype already.
+    `casts` is True if it was prepared under autocast. Its inputs then had autocast's dtype already.
     """
 
     settings: Settings
@@ -88,11 +86,6 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: Needs) -
     """Return the gradients: directly by a plan, unless this pass is itself recorded, traced or transformed.
 
     Hooks may have replaced the saved tensors, so all are compared again.
-
-    Args:
-        ctx: what `_save` has filled.
-        do, dlse: the cotangents.
-        needs: the gradients that are wanted.
     """
     if do is None and dlse is None:
         return (None,) * len(GRADIENTS)
@@ -135,13 +128,7 @@ def _columns(work: BackwardPass) -> tuple[list[Tensor], Columns | None]:
 def _prepare_backward(
     call: OperatorCall, work: BackwardPass, joined: list[Tensor], columns: Columns | None
 ) -> Callable[[BackwardPass], Gradients] | None:
-    """Plan a backward; None if its canonical tensors are no views of the same elements.
-
-    Args:
-        call: its forward.
-        work: the backward, in the axes of the call.
-        joined, columns: see `_columns`.
-    """
+    """Plan a backward; None if its canonical tensors are no views of the same elements."""
     folded, axes = call.canonicalise(work)
     if not all(same_memory(x, y) for x, y in zip(work.tensors, folded.tensors, strict=True)):
         return None

@@ -121,9 +121,8 @@ def canonicalise(inputs: Inputs, layout: str = "bnhld", *, narrow: bool = True) 
     """Return valid tensors in canonical axes (`evoattn.backends`), and the way between these and the user's.
 
     Args:
-        inputs: q, k and v in the user's layout with at least one leading axis, k and v perhaps of a single head; mask and
-            mask_bias `[*, k]` or `[*, 1, 1, k]`, and a pair bias `[*, h, q, k]`, that broadcast to those leading axes; and a
-            gate with q's axes and v's channels.
+        inputs: with at least one leading axis. k and v may have a single head. mask and mask_bias are `[*, k]` or
+            `[*, 1, 1, k]` and the pair bias `[*, h, q, k]`, all broadcast to those leading axes.
         layout: the order of axes in q, k, v and the gate.
         narrow: whether an expanded (stride 0) axis of the pair bias may be taken as broadcast.
     """

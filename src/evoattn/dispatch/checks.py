@@ -68,11 +68,8 @@ def check_tensors_or_none(**tensors: object) -> None:
 def check_keys(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, str], *, layout: str = "bnhld", least: int = 0) -> None:
     """Raise ValueError unless keys and values go with the queries: leading axes, heads, devices, channels and lengths.
 
-    Args:
-        q, k, v: `[*, H, L, C]`, or `[*, L, H, C]` in the layout "bnlhd". k and v may have one head.
-        axes: those of k and of v, for the messages.
-        layout: tells which axis holds heads.
-        least: a tensor of fewer axes has ones in front.
+    q, k and v are `[*, H, L, C]`, or `[*, L, H, C]` in the layout "bnlhd". k and v may have one head. `axes` names those of k
+    and v in messages. A tensor of fewer axes than `least` has ones in front.
     """
     heads, length = (-2, -3) if layout == "bnlhd" else (-3, -2)
     q_shape, k_shape, v_shape = ((1,) * (least - x.ndim) + tuple(x.shape) for x in (q, k, v))

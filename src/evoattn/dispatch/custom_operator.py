@@ -21,7 +21,7 @@ class CustomOperator:
         name: of the operator.
         takes: its arguments: classes of named tuples, and single arguments as a schema has them, such as "bool[] needs".
         returns: its results, as a schema has them.
-        run: computes the results, of tensors with memory. No two may share memory.
+        run: computes the results, no two of which may share memory.
         outline: returns empty tensors like the results.
     """
 
@@ -40,12 +40,10 @@ class CustomOperator:
         return [next(left) if isinstance(kind, str) else kind(*[next(left) for _ in kind._fields]) for kind in self.takes]
 
     def differentiate(self, save: Callable[..., None], gradients: Callable[..., Sequence[Tensor | None]]) -> None:
-        """Register the derivative.
+        """Register the derivative. `save` takes a context, the values and the results.
 
-        Args:
-            save: takes a context, the values and the results, and saves what `gradients` needs.
-            gradients: takes the context and a cotangent of each result. It returns a gradient or None for each argument, up to
-                the last one that can have a gradient.
+        `gradients` takes the context and a cotangent of each result. It returns a gradient or None for each argument, up to the
+        last one that can have a gradient.
         """
         count = sum(1 if isinstance(kind, str) else len(kind._fields) for kind in self.takes)
 

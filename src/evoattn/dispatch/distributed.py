@@ -39,16 +39,9 @@ def is_distributed(x: Any) -> bool:
 
 
 def attend(attention: Callable[[Inputs], tuple[Tensor, ...]], inputs: Inputs, layout: str) -> tuple[Tensor, ...]:
-    """o, and lse if it is made, as DTensors, of valid arguments.
+    """Return o, and lse if `attention` makes it of one process's tensors, as DTensors, of valid arguments.
 
-    Args:
-        attention: what makes o, and lse if that is wanted, of what one process holds of the tensors.
-        inputs: of a call, in the user's axes.
-        layout: the order of axes in q, k, v, gate and o.
-
-    Raises:
-        TypeError: some are DTensors, and some are not.
-        ValueError: they are on different meshes.
+    TypeError: some are DTensors, and some are not. ValueError: they are on different meshes.
     """
     # What this process holds of the arguments once all are split as q is. All processes have to ask for it together.
     local = [
@@ -68,11 +61,7 @@ def attend(attention: Callable[[Inputs], tuple[Tensor, ...]], inputs: Inputs, la
 
 
 def outlines(inputs: Inputs, layout: str) -> Inputs:
-    """Contiguous, uninitialised tensors of the shapes that this process would hold. One process may call this alone.
-
-    Raises:
-        TypeError, ValueError: see `attend`.
-    """
+    """Contiguous, uninitialised tensors of the shapes that this process would hold. One process may call this alone."""
     from torch.distributed.tensor import empty
 
     def outline(x: Any, placements: list[Placement]) -> Any:

@@ -67,12 +67,8 @@ class ForwardPass(NamedTuple):
 class BackwardPass(NamedTuple):
     """A backward of canonical tensors.
 
-    Args:
-        inputs, settings: of its forward.
-        cotangents, outputs: what it starts from.
-        needs: the gradients that are wanted.
-        into: how dq, dk, dv and dgate lie in memory if the backend can write them so (`Plan.writes_into`). It can if they are
-            contiguous in the user's layout, which they are for `()`.
+    `into` is how dq, dk, dv and dgate lie in memory if the backend can write them so (`Plan.writes_into`). For `()` they are
+    contiguous in the user's layout.
     """
 
     inputs: Inputs
@@ -114,9 +110,7 @@ def torch_settings(dtype: torch.dtype) -> str:
 def find_plan(work: ForwardPass | BackwardPass, *, will_run: bool = True) -> Plan:
     """Return the plan of a pass, and make it if there is none; raises ValueError if no backend takes the pass.
 
-    Args:
-        work: the pass.
-        will_run: whether the caller runs the plan, so that `listeners` are told.
+    `listeners` are told of it if the caller runs it.
     """
     # A plan for a card that need not be there has an entry of its own: nobody runs it twice.
     entry = _entry(*_signature(work)) if planned() is None else _Entry()
@@ -173,12 +167,7 @@ def refusals(name: str, problem: Problem, config: Config) -> list[str]:
 
 
 class RefusalError(ValueError):
-    """No backend that was asked takes a problem.
-
-    Args:
-        message: the problem, and the reasons in lines.
-        reasons: all reasons of each backend that was asked.
-    """
+    """No backend that was asked takes a problem. `reasons` has all reasons of each backend."""
 
     def __init__(self, message: str, reasons: dict[str, list[str]]) -> None:
         super().__init__(message)
@@ -188,8 +177,7 @@ class RefusalError(ValueError):
 def select(problem: Problem, backend: str, config: Config) -> tuple[Backend, dict[str, list[str]]]:
     """Return the first backend that takes a problem, or the one that it knows to be faster; and the others' reasons.
 
-    Raises:
-        RefusalError: the named backend (or, for "auto", every backend) refuses; the message lists all reasons.
+    RefusalError: the named backend (or, for "auto", every backend) refuses; the message lists all reasons.
     """
     names: Sequence[str] = AUTO_ORDER if backend == "auto" else (backend,)
     reasons = {name: refusals(name, problem, config) for name in names}

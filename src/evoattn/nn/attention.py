@@ -33,16 +33,8 @@ class Attention(Layer):
     """Projections of an attention: `linear_q`, `linear_k`, `linear_v`, the gate `linear_g` and the output product `linear_o`.
 
     A layer projects its input by the modules in `inputs`, calls `attend`, and passes the result to `output`. It calls this
-    module instead if somebody has to see the call: there are hooks, a wrapper or shards around it.
-
-    Args:
-        c_q: channels of the output, and of the tensor that queries and gate are projected from.
-        c_kv: channels of the tensor that keys and values are projected from.
-        c_hidden: channels of a head.
-        no_heads: heads H.
-        gating: whether there is a gate.
-        q_bias, gate_bias, out_bias: whether these products add a bias.
-        shared: whether all heads share one head of keys and values, as in global attention.
+    module instead if somebody has to see the call: there are hooks, a wrapper or shards around it. If `shared`, all heads share
+    one head of keys and values, as in global attention.
     """
 
     def __init__(
@@ -136,19 +128,10 @@ def attend(
     inf: float,
     empty_rows: EmptyRows,
 ) -> Tensor:
-    """The attention of a layer.
+    """Return the attention `[*, N, Q, H, C]` of q, k and v `[*, N, L, H, C]`, gated if there is a gate.
 
-    Args:
-        q, k, v: `[*, N, L, H, C]`.
-        mask: `[*, N, K]` with as many axes, each of that size or 1: 1 or True for a key that is attended.
-        pair_bias: broadcasts to `[*, N, H, Q, K]`.
-        gate: `[*, N, Q, H, C]`, before the sigmoid, or None. A layer that transposes O before its output product passes None
-            and gives the gate to `Attention.output`: there one pass gates and transposes.
-        inf: is subtracted from the scores of a masked key.
-        empty_rows: as in `TriangleAttention`.
-
-    Returns:
-        `[*, N, Q, H, C]`, gated if there is a gate.
+    A layer that transposes O before its output product passes no gate here and gives it to `Attention.output`: there one pass
+    gates and transposes. `inf` is subtracted from the scores of a masked key. The pair bias broadcasts to `[*,N,H,Q,K]`.
     """
     if mask is None:
         return evoformer_attention(q, k, v, pair_bias=pair_bias, gate=gate)
@@ -160,10 +143,9 @@ def attend(
 
 
 def dropout_mask(update: Tensor, dropout: float, shared: int, split: Split | None = None) -> Tensor:
-    """Draw a factor of a layer's update: 0 where an entry is dropped, else 1 / (1 - dropout).
+    """Draw a factor of a layer's update: 0 where an entry is dropped, else 1 / (1 - dropout), one for all of an axis.
 
-    All entries along the axis `shared` are dropped together, so it has size 1. If the update is split over processes, the first
-    one draws the mask of all.
+    If the update is split over processes, the first one draws the mask of all.
     """
     sizes = [1 if axis == shared else size for axis, size in enumerate(update.shape, -update.ndim)]
     if split is None:
@@ -189,10 +171,7 @@ def add_residual(x: Tensor, update: Tensor, mask: Tensor | None = None, *, resid
 
 
 def check_in_place(layer: nn.Module, name: str, x: Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError unless a layer may write its result into its input x.
-
-    dtype: of the products. With x's dtype it gives that of the result.
-    """
+    """Raise ValueError unless a layer may write its result into its input x. x and the products' `dtype` give the result's."""
     if not layer.residual:
         raise ValueError("in_place=True needs residual=True: the result is written over the input that it is added to")
     check_overwritten(layer, name, x)
@@ -226,10 +205,7 @@ def check_settings(dropout: float, empty_rows: str) -> None:
 
 
 def check_input(name: str, x: Tensor, axes: int, channels: int, *, distributed: bool = False) -> None:
-    """Raise TypeError or ValueError unless x is a float tensor `[*, channels]` of at least so many axes.
-
-    distributed: whether it may be a DTensor.
-    """
+    """Raise TypeError or ValueError unless x is a float tensor `[*, channels]` of at least so many axes."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if not distributed and is_distributed(x):
@@ -250,15 +226,9 @@ def check_shares(name: str, z: Tensor, lead: tuple[int, ...], queries: int, keys
 
 
 def gated_linear(o: Tensor, g: Tensor, module: nn.Linear) -> Tensor:
-    """The output product of a gated attention.
+    """Return the output product `[*, out_features]` of `o * sigmoid(g)`, in memory in the order of its axes.
 
-    Args:
-        o: `[*, C]`, the attention's output, any strides. An axis of size 1 is broadcast.
-        g: `[*, C]`, the gate before the sigmoid, of o's dtype.
-        module: the output product, of C input features.
-
-    Returns:
-        `[*, out_features]` in o's dtype, in memory in the order of its axes.
+    o has any strides. An axis of o of size 1 is broadcast.
     """
     if not is_linear(module):
         return call(module, _gate(o, g)[0], o.dtype)

@@ -27,12 +27,9 @@ _WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def start(module: nn.Linear, weight: str, bias: float = 0.0) -> None:
-    """Initialise a projection, now and at each later `module.reset_parameters()`.
+    """Initialise a projection by "zeros", "xavier", "he" or "lecun", now and at each later `module.reset_parameters()`.
 
-    Args:
-        module: a projection. It remains an `nn.Linear`, the type itself: quantisation takes no subclass.
-        weight: "zeros", "xavier", "he" or "lecun".
-        bias: the number that each bias starts with.
+    It remains an `nn.Linear`, the type itself: quantisation takes no subclass.
     """
     parameters = module.__dict__["_parameters"]  # not the module: a cycle would keep its memory until the next collection
     module.reset_parameters = functools.partial(_start, parameters, weight, bias)  # type: ignore[method-assign]

@@ -28,12 +28,7 @@ from evoattn.nn.submodules import may_skip
 class MSAAttention(Layer):
     """Attention along rows or columns of an alignment: the module that OpenFold builds both of them from.
 
-    Args:
-        c_in: channels of the alignment.
-        c_hidden: channels of a head.
-        no_heads: heads H.
-        c_z: channels of the pair representation that a pair bias is made of. None: there is no pair bias.
-        inf, dropout, residual, gate_bias, out_bias, empty_rows: as in `TriangleAttention`; dropout is shared by all sequences.
+    Options are as in `TriangleAttention`; dropout is shared by all sequences. Without `c_z` there is no pair bias.
     """
 
     def __init__(

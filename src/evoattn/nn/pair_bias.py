@@ -22,10 +22,6 @@ from evoattn.nn.submodules import is_norm, may_skip
 class AdaLN(Layer):
     """Adaptive layer norm of a under a condition s: norm(a) * sigmoid(linear_g(s')) + linear_s(s'), where s' = norm(s).
 
-    Args:
-        c_a: channels of a.
-        c_s: channels of s.
-
     Source: Abramson et al. 2024, algorithm 26. Parameters have OpenFold-3's names.
     """
 

@@ -54,14 +54,8 @@ def linear(x: Tensor, module: nn.Linear) -> Tensor:
 def project(x: Tensor, norm: nn.Module | None, linears: Sequence[nn.Linear]) -> list[Tensor]:
     """Project norm(x) by all of `linears`, with one product if all modules are plain, in the compute dtype.
 
-    Args:
-        x: `[*, C]`.
-        norm: a module with `weight`, `bias` and `eps`, as `torch.nn.LayerNorm`. None: x is not normalised.
-        linears: modules of C input features.
-
-    Returns:
-        `[*, out_features]` for each module. If the modules are plain, all are views of one tensor, and each view and each of
-        its rows starts on a multiple of 16 bytes.
+    Without a norm x is not normalised. If the modules are plain, the results are views of one tensor, and each view and each of
+    its rows starts on a multiple of 16 bytes.
     """
     dtype = compute_dtype_of(x, *linears)
     plain = [is_linear(module) for module in linears]  # not a generator: Dynamo cannot leave one half-way
@@ -191,16 +185,9 @@ _MOST_CHANNELS = 4096
 def normalise(
     rows: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise rows over their last axis.
+    """Return normalised rows `[R, C]`, and the mean and 1 / standard deviation of each row, for the backward.
 
-    Args:
-        rows: `[R, C]`.
-        weight, bias: `[C]`, or None for 1 and 0.
-        eps: is added to the variance.
-        dtype: of the result. Statistics are float32, or float64 for float64 rows.
-
-    Returns:
-        The normalised rows `[R, C]`, then the mean and 1 / standard deviation of each row, for the backward.
+    `dtype` is that of the first result. Statistics are float32, or float64 for float64 rows.
     """
     if has_kernel(rows):
         from evoattn.kit import norm
@@ -221,10 +208,7 @@ def normalise_backward(
     bias: Tensor | None,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute the gradients of rows, weight and bias, each in the dtype of its tensor, or None if `needs` says so.
-
-    `d_normed` is the cotangent of the normalised rows `[R, C]`. Other tensors are those that `normalise` took and returned.
-    """
+    """Compute the gradients of rows, weight and bias, each in the dtype of its tensor, or None if `needs` says so."""
     if has_kernel(rows):
         from evoattn.kit import norm
 

@@ -26,12 +26,7 @@ def run_split(layer: nn.Module, z: Tensor, mask: Tensor | None, run: Run) -> Ten
     """Run a layer on a pair representation `[*, I, J, C]` that is a DTensor. The output is a DTensor with the same placements.
 
     One dimension of the mesh of z may split I or J. The others may split leading axes. Plain parameters get gradients from this
-    process's part alone, and DTensors on the mesh of z from all parts.
-
-    Raises:
-        TypeError: mask or z is a plain tensor, and the other is a DTensor.
-        ValueError: z has other placements, mask or a parameter is on another mesh, or the layer has dropout and several
-            processes hold the same part of z.
+    process's part alone, and DTensors on the mesh of z from all parts. Other arguments raise TypeError or ValueError.
     """
     check_alike("mask", mask, "z", z)
     split = split_of(z)
@@ -42,12 +37,7 @@ def run_split(layer: nn.Module, z: Tensor, mask: Tensor | None, run: Run) -> Ten
 
 
 def run_local(layer: nn.Module, x: Tensor, mask: Tensor | None, run: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
-    """Run a layer that looks at one entry of x at a time on the parts of a DTensor x `[*, C]`. See `run_split`.
-
-    Raises:
-        TypeError: mask or x is a plain tensor, and the other is a DTensor.
-        ValueError: x is split along its channels or is a sum, or mask or a parameter is on another mesh.
-    """
+    """Run a layer that looks at one entry of x at a time on the parts of a DTensor x `[*, C]`. See `run_split`."""
     from torch.distributed.tensor import Replicate, Shard
 
     check_alike("mask", mask, "x", x)

@@ -61,13 +61,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def call(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Call a module that is not plain.
-
-    Args:
-        module: any module that takes a tensor.
-        x: its input, cast to the dtype of the module's parameters unless autocast does that.
-        dtype: of the result.
-    """
+    """Call a module that is not plain. x is cast to the dtype of the module's parameters unless autocast does that."""
     parameter = parameter_of([module])
     if parameter is not None and not torch.is_autocast_enabled(x.device.type):
         x = x.to(parameter.dtype)

@@ -157,10 +157,7 @@ class Drawing:
         return self.bias_with_strides(bias, case.pair_bias, by_key=False)
 
     def bias_with_strides(self, bias: Tensor, axes: str, *, by_key: bool = True) -> Tensor:
-        """A bias with the strides that the case asks for.
-
-        by_key: whether it is a mask or a mask bias, whose axes may be those of rows and keys alone.
-        """
+        """A bias with the strides that the case asks for. by_key: it is a mask or a mask bias, of rows and keys."""
         if self.case.bias_strides == "expanded":
             return bias.expand(self.sizes("".join(_expanded_axes(axes, len(self.case.lead), by_key))))
         return with_strides(bias, self.case.bias_strides, (-1, -2))

@@ -74,9 +74,7 @@ def step(
     """A module's `forward` that is replayed from a recording where that does the same.
 
     Args:
-        original: the client's `forward`.
-        count: counts the calls.
-        recorder: records; by default CUDA graphs.
+        recorder: by default of CUDA graphs.
         shared: whether modules that differ only in their weights share a recording.
         most: on a GPU a pair representation of more residues is not recorded: the GPU sets the pace there, and a recording
             would only take memory.
@@ -102,12 +100,10 @@ def step(
 
 
 def loop(original: Callable[..., Any], count: Count, *, of: str | None = None) -> Callable[..., Any]:
-    """A method that calls a step many times with the same weights.
+    """A method that calls a step of its own children, or of those of its argument `of`, many times with the same weights.
 
     Recordings inside may keep weights as autocast has cast them. Recordings of the modules are dropped afterwards: what comes
     next needs the memory, and may have other weights.
-
-    of: the keyword argument whose modules are meant. None: those of the object itself.
     """
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:

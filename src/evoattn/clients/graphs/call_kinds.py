@@ -59,13 +59,10 @@ class _Place:
 
 
 class CallKind:
-    """Calls of one signature.
+    """Calls whose arguments have one `Spec`.
 
     A recording reads tensors that were the same in two calls where they are. It reads the others from room of its own, into
     which they are copied.
-
-    Args:
-        spec: of the arguments, by `flat`.
 
     Attributes:
         obstacle: why such calls are never recorded, or "".
@@ -137,14 +134,8 @@ class CallKind:
     ) -> None:
         """Record a call that has run.
 
-        Args:
-            recorder: records.
-            run: what is recorded. It takes the module first.
-            module: the module that was called.
-            call: its arguments.
-            shared: whether the recording reads the weights of any module of one structure.
-            loop: stands for the run of a loop that the call is in. The recording then keeps casts of weights, and stands for
-                calls in this run alone. None: it casts weights at each replay.
+        If it is `shared`, the recording reads the weights of any module of one structure. In the run of a `loop` it keeps casts
+        of weights, and stands for calls in this run alone. Without one it casts weights at each replay.
         """
         self.drop()
         try:

@@ -173,11 +173,8 @@ class Seen:
 
 
 def _reached(of: nn.Module, inner: list[nn.Module]) -> tuple[list[nn.Module], dict[type, ClassLook], list[Any]]:
-    """Find the modules and classes that the code of modules can read.
-
-    Returns:
-        Modules that these refer to and do not contain; the classes of all modules and objects; and the parts of the attributes
-        of these classes.
+    """Find the modules that the code of these can read beyond them, the classes of all modules and objects, and the parts of
+    the attributes of these classes.
     """
     modules = [of, *inner]
     found = {id(x) for x in modules}

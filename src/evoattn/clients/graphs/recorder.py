@@ -20,13 +20,7 @@ from evoattn.core.numerics import float32_products
 
 @dataclasses.dataclass
 class Recording:
-    """A recorded call.
-
-    Args:
-        replay: does again what was recorded, on the current stream.
-        result: what the function returned. A replay writes its tensors anew.
-        is_valid: whether a replay still does what it did.
-    """
+    """A recorded call: a replay, on the current stream, writes the tensors of the result anew while it `is_valid`."""
 
     replay: Callable[[], object]
     result: Any
@@ -101,17 +95,10 @@ class Recorder:
     def record(
         self, run: Callable[[], Any], device: torch.device, *, draws: bool = False, keeps_casts: bool = False
     ) -> Recording:
-        """Record a function, on a stream of the recorder's.
+        """Record a function, on a stream of the recorder's, or raise NotCaptured if that is known to be impossible.
 
-        Args:
-            run: the function.
-            device: where it computes.
-            draws: whether it may draw random numbers, as each replay draws new ones.
-            keeps_casts: whether weights are cast by autocast once, and not at each replay. They must not change then: a write
-                through `.data` changes neither address nor version, so nobody would notice.
-
-        Raises:
-            NotCaptured: it is known to be impossible.
+        If it `draws`, each replay draws new random numbers. If it `keeps_casts`, autocast casts weights once, and not at each
+        replay. They must not change then: a write through `.data` changes neither address nor version, so nobody would notice.
         """
         current = torch.cuda.current_stream(device)
         side = self._streams.get(device)
@@ -192,17 +179,10 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, side: torch.cuda.Stream) 
 
 
 def scout(run: Callable[[], Any], device: torch.device, draws: bool = False) -> None:
-    """Run a function to see whether a recording of it would do the same.
+    """Run a function, and raise NotCaptured if a recording of it would not do the same.
 
-    A capture that fails costs more than a look: it can leave torch's allocator and generators in a state of their own.
-
-    Args:
-        run: the function.
-        device: where it computes.
-        draws: whether it may draw random numbers from the device's own generator.
-
-    Raises:
-        NotCaptured: it draws random numbers otherwise, or its operations depend on values.
+    A capture that fails costs more than a look: it can leave torch's allocator and generators in a state of their own. A
+    function that `draws` may draw random numbers from the device's own generator.
     """
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else None
     before = None if generator is None else generator.get_state()

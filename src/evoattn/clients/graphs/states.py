@@ -50,10 +50,8 @@ _FIXED = ("torch._C", "typing", "einops.")
 
 
 def spread(value: Any, parts: list[Any], seen: dict[int, int] | None = None) -> None:
-    """Append a value to a list, or the classes, lengths and parts of a container or an object.
-
-    Raises:
-        NotCaptured: changes of it cannot be seen.
+    """Append a value to a list, or the classes, lengths and parts of a container or an object. NotCaptured: it could change
+    unseen.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -265,11 +263,7 @@ def _is_spread(value: Any) -> bool:
 def class_looks(values: Iterable[Any], looks: dict[type, ClassLook]) -> list[Any]:
     """Add looks at all classes among some values, at those that they inherit from, and at those that they mention.
 
-    Returns:
-        The parts of the attributes of the added classes.
-
-    Raises:
-        NotCaptured: changes of a class cannot be seen.
+    Return the parts of the attributes of the added classes.
     """
     parts: list[Any] = []
     waiting = [x for x in values if isinstance(x, type)]

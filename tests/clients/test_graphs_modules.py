@@ -310,6 +310,14 @@ def test_what_cannot_be_compared_is_not_recorded(held: Any, reason: str) -> None
     assert watched.count.passed_on == {reason: 6} and not watched.recorder.recorded
 
 
+def test_blocks_that_cannot_be_compared_are_not_recorded() -> None:
+    trunk = Trunk()
+    for block in trunk.blocks:
+        block.held = itertools.count()  # type: ignore[assignment]
+    trunk.agrees()
+    assert trunk.count.passed_on == {"a module inside has a count, whose changes cannot be seen": 8}
+
+
 class Unreadable:
     @property
     def __dict__(self) -> Any:  # type: ignore[override]

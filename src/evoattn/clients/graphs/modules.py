@@ -40,15 +40,7 @@ class Seen:
 
     def __init__(self, of: nn.Module) -> None:
         inner = list(of.modules())[1:]
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._get: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], slice]] = []
-        self._containers: list[tuple[int, str]] = []
-        self._classes: list[ClassLook] = []
-        self._tensors: list[weakref.ref[Tensor]] = []
-        self._versioned: list[bool] = []
-        self._at: list[int] = []
         self._values: Values | None = None
-        self._hooked = False
         self._weights: list[weakref.ref[Tensor]] = []
         self.device: torch.device | None = None
         self.obstacle = ""
@@ -96,9 +88,11 @@ class Seen:
         """A key that is equal for modules that compute the same with the same weights.
 
         Raises:
-            NotCaptured: a tensor is an attribute and neither parameter nor buffer; or a module inside refers to other modules,
-                or to itself by a function or a class, so that a copy would refer to it too.
+            NotCaptured: the module cannot be compared; a tensor is an attribute and neither parameter nor buffer; or a module
+                inside refers to other modules, or to itself by a function or a class, so that a copy would refer to it too.
         """
+        if self._values is None:
+            raise NotCaptured(self.obstacle)
         if self._others:
             raise NotCaptured("a module inside refers to a module that is not inside")
         modules = [x() for x in self._modules]
@@ -124,13 +118,13 @@ class Seen:
             id(x): tuple(sorted(name for name in _names(x) if is_leaf(vars(x)[name]))) for x in (of, *inner, *self._others)
         }
         modules = [of, *sorted((*inner, *self._others), key=lambda x: leaves[id(x)])]
+        self._get: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], slice]] = []
         start = 0
         for names, group in itertools.groupby(modules, lambda x: leaves[id(x)]):
             end = start + len(list(group))
             self._get.append((operator.itemgetter("training", "training", *names), slice(start, end)))  # two, to get a tuple
             start = end
-        for at, module in enumerate(modules):
-            self._containers += [(at, name) for name in sorted(_names(module) - set(leaves[id(module)]))]
+        self._containers = [(at, x) for at, each in enumerate(modules) for x in sorted(_names(each) - set(leaves[id(each)]))]
         self._modules = [weakref.ref(x) for x in modules]
 
     def _look(self, members: bool = True) -> list[Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-from evoattn.clients.graphs.states import ClassLook, Values, brought, class_looks, is_leaf, key, spread
+from evoattn.clients.graphs.states import ClassLook, Values, brought, classes_of, is_leaf, key, spread
 from evoattn.clients.graphs.trees import NotCaptured
 
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
@@ -51,11 +51,8 @@ class Seen:
             devices = {x.device for x in self.weights}
             self.device = devices.pop() if len(devices) == 1 else None
             self.obstacle = self._obstacle(of, inner)
-            self._others, looks, mentioned = _reached(of, inner)
-            self._classes = list(looks.values())
-            self._note(of, inner)
-            values = self._look()
-            tensors = [x for x in (*values, *mentioned) if isinstance(x, Tensor)]
+            values = self._find_all(of, inner)
+            tensors = [x for x in values if isinstance(x, Tensor)]
             self._tensors, self._versioned = [weakref.ref(x) for x in tensors], [not x.is_inference() for x in tensors]
             self._at = [] if self.obstacle else self._addresses()
             self._values = Values(values)
@@ -93,16 +90,15 @@ class Seen:
         """
         if self._values is None:
             raise NotCaptured(self.obstacle)
-        if self._others:
+        if self._refers_outside:
             raise NotCaptured("a module inside refers to a module that is not inside")
         modules = [x() for x in self._modules]
         members = _members(map(vars, modules))
         places: dict[int, int] = {}  # weights and modules may be there twice
         shape = [places.setdefault(id(x), place) for place, x in enumerate((modules[0], *members))]
         values: list[Any] = []
-        looked = self._look(members=False)
-        fixed = itertools.chain(brought(looked), *(x.parts() for x in self._classes))
-        if any(isinstance(x, (nn.Module, Tensor)) for x in fixed):
+        looked, of_classes = self._look(members=False), self._look_at_classes()
+        if any(isinstance(x, (nn.Module, Tensor)) for x in (*brought(looked), *of_classes)):
             raise NotCaptured("a function or a class inside refers to a module or a tensor")
         for value in looked:
             if isinstance(value, Tensor):
@@ -110,14 +106,31 @@ class Seen:
             values.append(places[id(value)] if isinstance(value, nn.Module) else key(value))
         layouts = [x if x is None else (x.dtype, x.device, tuple(x.shape), x.stride()) for x in members if not _is_module(x)]
         names = [tuple(own.keys() - _COMMON_ATTRIBUTES) for own in map(vars, modules)]
-        return (*map(frozenset, names), *self._containers, *values, *shape, *layouts, *map(key, self._look_at_classes()))
+        return (*map(frozenset, names), *self._containers, *values, *shape, *layouts, *map(key, of_classes))
 
-    def _note(self, of: nn.Module, inner: list[nn.Module]) -> None:
-        """Note how to look at the modules: those with the same attributes are next to each other."""
-        leaves = {
-            id(x): tuple(sorted(name for name in _names(x) if is_leaf(vars(x)[name]))) for x in (of, *inner, *self._others)
-        }
-        modules = [of, *sorted((*inner, *self._others), key=lambda x: leaves[id(x)])]
+    def _find_all(self, of: nn.Module, inner: list[nn.Module]) -> list[Any]:
+        """Look at the modules and classes that the code can read, until a look has no new ones. Return that look."""
+        self._classes: list[ClassLook] = []
+        others: dict[int, nn.Module] = {}
+        classes: set[type] = set()
+        known = set(map(id, (of, *inner)))
+        while True:
+            self._note(of, (*inner, *others.values()))
+            values = self._look()
+            found = [x for value in values if isinstance(value, nn.Module) and id(value) not in known for x in value.modules()]
+            new_classes = [x for x in classes_of(values) if x not in classes]
+            if not found and not new_classes:
+                self._refers_outside = bool(others)
+                return values
+            others |= {id(x): x for x in found if id(x) not in known}
+            known.update(others)
+            classes.update(new_classes)
+            self._classes += map(ClassLook, new_classes)
+
+    def _note(self, of: nn.Module, others: tuple[nn.Module, ...]) -> None:
+        """Note how to look at modules: those with the same attributes are next to each other."""
+        leaves = {id(x): tuple(sorted(name for name in _names(x) if is_leaf(vars(x)[name]))) for x in (of, *others)}
+        modules = [of, *sorted(others, key=lambda x: leaves[id(x)])]
         self._get: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], slice]] = []
         start = 0
         for names, group in itertools.groupby(modules, lambda x: leaves[id(x)]):
@@ -164,27 +177,6 @@ class Seen:
         if any("forward" in vars(x) for x in inner):
             return "a module inside has a forward of its own"
         return ""
-
-
-def _reached(of: nn.Module, inner: list[nn.Module]) -> tuple[list[nn.Module], dict[type, ClassLook], list[Any]]:
-    """Find the modules that the code of these can read beyond them, the classes of all modules and objects, and the parts of
-    the attributes of these classes.
-    """
-    modules = [of, *inner]
-    found = {id(x) for x in modules}
-    looks: dict[type, ClassLook] = {}
-    mentioned: list[Any] = []
-    for module in modules:  # which grow
-        parts: list[Any] = [type(module)]
-        for name in sorted(_names(module)):
-            spread(vars(module)[name], parts)
-        of_classes = class_looks(parts, looks)
-        mentioned += of_classes
-        for other in (*parts, *of_classes):
-            if isinstance(other, nn.Module) and id(other) not in found:
-                modules += [x for x in other.modules() if id(x) not in found]
-                found.update(map(id, modules))
-    return modules[1 + len(inner) :], looks, mentioned
 
 
 def _names(module: nn.Module) -> set[str]:

@@ -241,16 +241,6 @@ class ClassLook:
                 values += (value.fget, value.fset, value.fdel)
             elif name not in self._left_out:
                 values.append(value)
-        self._append_containers(own, values)
-
-    def parts(self) -> list[Any]:
-        """The parts of the attributes of the class, but for functions."""
-        own = vars(self._kind())
-        parts: list[Any] = [x for name, x in own.items() if name[:2] != "__" and isinstance(x, (type, Tensor, nn.Module))]
-        self._append_containers(own, parts)
-        return parts
-
-    def _append_containers(self, own: Any, values: list[Any]) -> None:
         for name in self._containers:
             spread(own[name], values)
 
@@ -260,22 +250,10 @@ def _is_spread(value: Any) -> bool:
     return not is_leaf(value) and not hasattr(type(value), "__get__")
 
 
-def class_looks(values: Iterable[Any], looks: dict[type, ClassLook]) -> list[Any]:
-    """Add looks at all classes among some values, at those that they inherit from, and at those that they mention.
-
-    Return the parts of the attributes of the added classes.
-    """
-    parts: list[Any] = []
-    waiting = [x for x in values if isinstance(x, type)]
-    while waiting:
-        for kind in waiting.pop().__mro__:
-            if kind in looks or not _is_heap(kind) or kind.__module__ in ("typing", "abc", "enum"):
-                continue
-            looks[kind] = ClassLook(kind)
-            inner = looks[kind].parts()
-            parts += inner
-            waiting += [x for x in inner if isinstance(x, type)]
-    return parts
+def classes_of(values: Iterable[Any]) -> list[type]:
+    """All classes among some values, and those that they inherit from, whose attributes may be set."""
+    kinds = dict.fromkeys(base for kind in dict.fromkeys(x for x in values if isinstance(x, type)) for base in kind.__mro__)
+    return [x for x in kinds if _is_heap(x) and x.__module__ not in ("typing", "abc", "enum")]
 
 
 def brought(values: Iterable[Any]) -> list[Any]:

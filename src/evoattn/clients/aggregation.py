@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.clients.site import Count
+from evoattn.clients.site import Count, PassedOn, replacement
 
 _atoms: contextvars.ContextVar[int | None] = contextvars.ContextVar("atoms", default=None)
 """The number of atoms, inside calls of `counting_atoms`."""
@@ -33,41 +33,35 @@ def sums(x: Tensor, group: Tensor, groups: int) -> Tensor:
     return sums_by_group.to(x.dtype).view(*x.shape[:-2], groups, x.shape[-1])
 
 
-def means_by_token(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
+@replacement
+def means_by_token(
+    x_atom: Tensor, atom_to_token_idx: Tensor, n_token: int | None = None, reduce: str = "mean"
+) -> Tensor | PassedOn:
     """`aggregate_atom_to_token` of Protenix and OpenDDE."""
-
-    def aggregate_atom_to_token(
-        x_atom: Tensor, atom_to_token_idx: Tensor, n_token: int | None = None, reduce: str = "mean"
-    ) -> Tensor:
-        if torch.is_grad_enabled() or n_token is None or reduce != "mean" or not x_atom.is_floating_point():
-            return original(x_atom, atom_to_token_idx, n_token, reduce)
-        number = sums(x_atom.new_ones(*atom_to_token_idx.shape, 1), atom_to_token_idx, n_token)
-        return sums(x_atom, atom_to_token_idx, n_token) / number.clamp_min(1)
-
-    return aggregate_atom_to_token
+    if torch.is_grad_enabled() or n_token is None or reduce != "mean" or not x_atom.is_floating_point():
+        return PassedOn()
+    number = sums(x_atom.new_ones(*atom_to_token_idx.shape, 1), atom_to_token_idx, n_token)
+    return sums(x_atom, atom_to_token_idx, n_token) / number.clamp_min(1)
 
 
-def means_by_mask(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
+@replacement
+def means_by_mask(
+    token_mask: Tensor,
+    atom_to_token_index: Tensor,
+    atom_mask: Tensor,
+    atom_feat: Tensor,
+    atom_dim: int = -1,
+    aggregate_fn: str = "mean",
+    eps: float = 1e-9,
+) -> Tensor | PassedOn:
     """OpenFold-3's `aggregate_atom_feat_to_tokens`, which leaves masked atoms out."""
-
-    def aggregate_atom_feat_to_tokens(
-        token_mask: Tensor,
-        atom_to_token_index: Tensor,
-        atom_mask: Tensor,
-        atom_feat: Tensor,
-        atom_dim: int = -1,
-        aggregate_fn: str = "mean",
-        eps: float = 1e-9,
-    ) -> Tensor:
-        if torch.is_grad_enabled() or atom_dim != -2 or aggregate_fn != "mean":
-            return original(token_mask, atom_to_token_index, atom_mask, atom_feat, atom_dim, aggregate_fn, eps)
-        tokens, mask = token_mask.shape[-1], atom_mask.unsqueeze(-1)
-        group = torch.where(atom_mask.int() == 0, tokens, atom_to_token_index)  # one group more, for masked atoms
-        masked = atom_feat * mask
-        total, number = (sums(x, group, tokens + 1)[..., :tokens, :] for x in (masked, mask.to(masked.dtype)))
-        return total / (number + eps)
-
-    return aggregate_atom_feat_to_tokens
+    if torch.is_grad_enabled() or atom_dim != -2 or aggregate_fn != "mean":
+        return PassedOn()
+    tokens, mask = token_mask.shape[-1], atom_mask.unsqueeze(-1)
+    group = torch.where(atom_mask.int() == 0, tokens, atom_to_token_index)  # one group more, for masked atoms
+    masked = atom_feat * mask
+    total, number = (sums(x, group, tokens + 1)[..., :tokens, :] for x in (masked, mask.to(masked.dtype)))
+    return total / (number + eps)
 
 
 def counting_atoms(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
@@ -83,24 +77,23 @@ def counting_atoms(original: Callable[..., Any], count: Count) -> Callable[..., 
     return forward
 
 
-def from_tokens(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
-    """OpenFold-3's `broadcast_token_feat_to_atoms`, which waits for the number of atoms."""
+@replacement
+def from_tokens(
+    token_mask: Tensor,
+    num_atoms_per_token: Tensor,
+    token_feat: Tensor,
+    token_dim: int = -1,
+    max_num_atoms_per_token: int | None = None,
+) -> Tensor | PassedOn:
+    """OpenFold-3's `broadcast_token_feat_to_atoms`, which waits for the number of atoms.
 
-    def broadcast_token_feat_to_atoms(
-        token_mask: Tensor,
-        num_atoms_per_token: Tensor,
-        token_feat: Tensor,
-        token_dim: int = -1,
-        max_num_atoms_per_token: int | None = None,
-    ) -> Tensor:
-        """token_feat `[*, T, C]`, token_mask and num_atoms_per_token broadcast to `[*, T]`: `[*, A, C]`."""
-        atoms = _atoms.get()
-        if torch.is_grad_enabled() or atoms is None or token_dim != -2 or max_num_atoms_per_token is not None:
-            return original(token_mask, num_atoms_per_token, token_feat, token_dim, max_num_atoms_per_token)
-        ends = (num_atoms_per_token * token_mask.int()).long().cumsum(-1)
-        each = torch.arange(atoms, device=ends.device).expand(*ends.shape[:-1], atoms)
-        token = torch.searchsorted(ends, each.contiguous(), right=True)  # beyond the last atom: one more, which is 0
-        rows = torch.nn.functional.pad(token_feat * token_mask.unsqueeze(-1), (0, 0, 0, 1))
-        return rows.take_along_dim(token.expand(*rows.shape[:-2], atoms).unsqueeze(-1), -2)
-
-    return broadcast_token_feat_to_atoms
+    token_feat `[*, T, C]`, token_mask and num_atoms_per_token broadcast to `[*, T]`: `[*, A, C]`.
+    """
+    atoms = _atoms.get()
+    if torch.is_grad_enabled() or atoms is None or token_dim != -2 or max_num_atoms_per_token is not None:
+        return PassedOn()
+    ends = (num_atoms_per_token * token_mask.int()).long().cumsum(-1)
+    each = torch.arange(atoms, device=ends.device).expand(*ends.shape[:-1], atoms)
+    token = torch.searchsorted(ends, each.contiguous(), right=True)  # beyond the last atom: one more, which is 0
+    rows = torch.nn.functional.pad(token_feat * token_mask.unsqueeze(-1), (0, 0, 0, 1))
+    return rows.take_along_dim(token.expand(*rows.shape[:-2], atoms).unsqueeze(-1), -2)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.clients.site import Client, Count, Site
+from evoattn.clients.site import Client, Count, PassedOn, Site, replacement
 from evoattn.compat.cuequivariance import triangle_attention
 
 _MODULE = "alphafold3_pytorch.attention"
@@ -48,40 +48,36 @@ def _attend(original: Any, count: Count) -> Any:
     return forward
 
 
-def _windows(original: Any, count: Count) -> Any:
-    def local_attn(
-        self: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None = None,
-        windowed_mask: Tensor | None = None,
-        attn_bias: Tensor | None = None,
-        memory_kv: Tensor | None = None,
-    ) -> Tensor:
-        """`[b, h, n, d]` in windows of w; each attends itself and the one before. Windows take the place of rows."""
-        reason = _option_of_the_original(self, memory_kv, dropout=False)
-        if reason:
-            count.count_passed_on(reason)
-            return original(self, q, k, v, mask, windowed_mask, attn_bias, memory_kv)  # type: ignore[no-any-return]
-        count.count_replaced()
-        length, size = q.shape[-2], self.window_size
-        padding = -length % size
-        if mask is None:
-            mask = torch.ones(q.shape[0], length, dtype=torch.bool, device=q.device)
-        keys = _with_previous(torch.nn.functional.pad(mask, (0, padding)).unflatten(1, (-1, size)), axis=1)  # [b,n,2w]
-        q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, size)).transpose(1, 2) for x in (q, k, v))
-        k, v = _with_previous(k, axis=1), _with_previous(v, axis=1)  # [b,n,h,2w,d]
-        bias = q.new_zeros(1) if attn_bias is None else _window_bias(attn_bias, size)
-        if windowed_mask is not None:
-            bias = torch.where(windowed_mask.unsqueeze(2), bias, -torch.inf)
-        o = triangle_attention(q, k, v, bias, keys[:, :, None, None], q.shape[-1] ** -0.5)
-        if windowed_mask is not None:
-            attended = (windowed_mask & keys.unsqueeze(2)).any(-1)[:, :, None, :, None]
-            o = torch.where(attended, o, v.mean(-2, keepdim=True).to(o.dtype))
-        return o.transpose(1, 2).flatten(2, 3)[..., :length, :]
-
-    return local_attn
+@replacement
+def _windows(
+    self: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    windowed_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    memory_kv: Tensor | None = None,
+) -> Tensor | PassedOn:
+    """`[b, h, n, d]` in windows of w; each attends itself and the one before. Windows take the place of rows."""
+    reason = _option_of_the_original(self, memory_kv, dropout=False)
+    if reason:
+        return PassedOn(reason)
+    length, size = q.shape[-2], self.window_size
+    padding = -length % size
+    if mask is None:
+        mask = torch.ones(q.shape[0], length, dtype=torch.bool, device=q.device)
+    keys = _with_previous(torch.nn.functional.pad(mask, (0, padding)).unflatten(1, (-1, size)), axis=1)  # [b,n,2w]
+    q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, size)).transpose(1, 2) for x in (q, k, v))
+    k, v = _with_previous(k, axis=1), _with_previous(v, axis=1)  # [b,n,h,2w,d]
+    bias = q.new_zeros(1) if attn_bias is None else _window_bias(attn_bias, size)
+    if windowed_mask is not None:
+        bias = torch.where(windowed_mask.unsqueeze(2), bias, -torch.inf)
+    o = triangle_attention(q, k, v, bias, keys[:, :, None, None], q.shape[-1] ** -0.5)
+    if windowed_mask is not None:
+        attended = (windowed_mask & keys.unsqueeze(2)).any(-1)[:, :, None, :, None]
+        o = torch.where(attended, o, v.mean(-2, keepdim=True).to(o.dtype))
+    return o.transpose(1, 2).flatten(2, 3)[..., :length, :]
 
 
 def _with_previous(x: Tensor, axis: int) -> Tensor:
@@ -115,24 +111,22 @@ def _repeat(x: Tensor | None, batch: int, axes: int) -> Tensor | None:
     return x.repeat_interleave(batch // x.shape[0], 0)
 
 
-def _triangle(original: Any, count: Count) -> Any:
-    def forward(
-        self: Any, pairwise_repr: Tensor, mask: Tensor | None = None, return_values: bool = False, **options: Any
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """`[b, n, n, d]`. The original repeats bias and mask for each row; here `Attend.forward` gets one for all rows.
+@replacement
+def _triangle(
+    self: Any, pairwise_repr: Tensor, mask: Tensor | None = None, return_values: bool = False, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`[b, n, n, d]`. The original repeats bias and mask for each row; here `Attend.forward` gets one for all rows.
 
-        It counts the call.
-        """
-        if self.need_transpose:
-            pairwise_repr = pairwise_repr.transpose(1, 2)
-        bias = self.to_attn_bias(pairwise_repr)
-        rows = pairwise_repr.flatten(0, 1)
-        out, values = self.attn(rows, mask=mask, attn_bias=bias, return_values=True, **options)
-        out = out.unflatten(0, pairwise_repr.shape[:2])
-        out = self.dropout(out.transpose(1, 2) if self.need_transpose else out)
-        return (out, values) if return_values else out
-
-    return forward
+    It counts the call.
+    """
+    if self.need_transpose:
+        pairwise_repr = pairwise_repr.transpose(1, 2)
+    bias = self.to_attn_bias(pairwise_repr)
+    rows = pairwise_repr.flatten(0, 1)
+    out, values = self.attn(rows, mask=mask, attn_bias=bias, return_values=True, **options)
+    out = out.unflatten(0, pairwise_repr.shape[:2])
+    out = self.dropout(out.transpose(1, 2) if self.need_transpose else out)
+    return (out, values) if return_values else out
 
 
 CLIENTS = {

@@ -16,7 +16,7 @@ from evoattn.clients.blocks import END, KnownBlock, PairLayers, SplitBlock
 from evoattn.clients.calls import HOST_BOUND, additive, host_sets_pace, kernel, multiplication
 from evoattn.clients.known import KnownLayer, channels_of, renamed, transition, triangle
 from evoattn.clients.layers import FEW, layer, sites
-from evoattn.clients.site import Client, Count, Replace, Site, named
+from evoattn.clients.site import Client, Count, Replace, Site, named, replacement
 from evoattn.compat.openfold import attention
 from evoattn.nn.multiplication import JoinedTriangleMultiplication
 from evoattn.nn.pair_bias import AttentionPairBias
@@ -27,13 +27,13 @@ def unless_host_bound(replace: Replace, *, counted: bool = True) -> Replace:
     """`replace`, except for calls in which the host sets the pace. These are counted here if no site inside counts them."""
 
     def wrap(original: Any, count: Count) -> Any:
-        replacement = replace(original, count)
+        ours = replace(original, count)
 
         def forward(self: Any, s: Tensor, z: Tensor | None, *rest: Any, **named: Any) -> Any:
             # From Boltz-1's second step on z is None, and its projection `[B, H, Q, K]` is in the cache.
             queries, keys = named["model_cache"]["z"].shape[-2:] if z is None else z.shape[-3:-1]
             if not host_sets_pace(s, queries, keys, s.shape[0] * self.num_heads * queries * keys):
-                return replacement(self, s, z, *rest, **named)
+                return ours(self, s, z, *rest, **named)
             if counted:
                 count.count_passed_on(HOST_BOUND)
             return original(self, s, z, *rest, **named)
@@ -59,47 +59,39 @@ def attend(self: Any, s: Tensor, qkv: tuple[Tensor, ...], bias: Tensor, mask: Te
     return self.proj_o(self.proj_g(s).sigmoid() * o.reshape(s.shape[0], -1, self.c_s))  # type: ignore[no-any-return]
 
 
-def boltz2_attention(original: Any, count: Count) -> Any:
+@replacement
+def boltz2_attention(self: Any, s: Tensor, z: Tensor, mask: Tensor, k_in: Tensor, multiplicity: int = 1) -> Tensor:
     """The attention with pair bias of Boltz-2 and BoltzGen."""
-
-    def forward(self: Any, s: Tensor, z: Tensor, mask: Tensor, k_in: Tensor, multiplicity: int = 1) -> Tensor:
-        count.count_replaced()
-        q, k, v = projected(self, s, k_in)
-        if getattr(self, "use_qk_norm", False):
-            q, k = self.q_norm(q), self.k_norm(k)
-        return attend(self, s, (q, k, v), self.proj_z(z), mask, multiplicity)
-
-    return forward
+    q, k, v = projected(self, s, k_in)
+    if getattr(self, "use_qk_norm", False):
+        q, k = self.q_norm(q), self.k_norm(k)
+    return attend(self, s, (q, k, v), self.proj_z(z), mask, multiplicity)
 
 
-def _boltz1_attention(original: Any, count: Count) -> Any:
+@replacement
+def _boltz1_attention(
+    self: Any,
+    s: Tensor,
+    z: Tensor,
+    mask: Tensor,
+    multiplicity: int = 1,
+    to_keys: Any = None,
+    model_cache: dict[str, Tensor] | None = None,
+) -> Tensor:
     """The attention with pair bias of Boltz-1. Its keys may be of windows, and all steps of a diffusion share its bias."""
-
-    def forward(
-        self: Any,
-        s: Tensor,
-        z: Tensor,
-        mask: Tensor,
-        multiplicity: int = 1,
-        to_keys: Any = None,
-        model_cache: dict[str, Tensor] | None = None,
-    ) -> Tensor:
-        count.count_replaced()
-        if self.initial_norm:
-            s = self.norm_s(s)
-        k_in = s
-        if to_keys is not None:
-            k_in, mask = to_keys(s), to_keys(mask.unsqueeze(-1)).squeeze(-1)
-        qkv = projected(self, s, k_in)
-        if model_cache is None or "z" not in model_cache:
-            z = self.proj_z(z)
-            if model_cache is not None:
-                model_cache["z"] = z
-        else:
-            z = model_cache["z"]
-        return attend(self, s, qkv, z, mask, multiplicity)
-
-    return forward
+    if self.initial_norm:
+        s = self.norm_s(s)
+    k_in = s
+    if to_keys is not None:
+        k_in, mask = to_keys(s), to_keys(mask.unsqueeze(-1)).squeeze(-1)
+    qkv = projected(self, s, k_in)
+    if model_cache is None or "z" not in model_cache:
+        z = self.proj_z(z)
+        if model_cache is not None:
+            model_cache["z"] = z
+    else:
+        z = model_cache["z"]
+    return attend(self, s, qkv, z, mask, multiplicity)
 
 
 def projected(self: Any, s: Tensor, k_in: Tensor) -> tuple[Tensor, ...]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from evoattn.clients.site import Count, is_repeated
+from evoattn.clients.site import PassedOn, Replace, is_repeated, replacement
 from evoattn.compat import cuequivariance
 from evoattn.compat.openfold import attention
 from evoattn.dispatch.axes import narrow_expanded
-
-Function = Callable[..., Any]
 
 _SHORT, _FEW_SCORES = 288, 100_000_000
 """An attention of fewer queries and keys, and with fewer scores in all, is left to the client, unless a CUDA graph replays it.
@@ -47,18 +44,13 @@ def host_sets_pace(x: Tensor, queries: int, keys: int, scores: int) -> bool:
     return scores < _FEW_IN_INFERENCE
 
 
-def additive(original: Function, count: Count) -> Function:
+@replacement
+def additive(query: Tensor, key: Tensor, value: Tensor, biases: list[Tensor]) -> Tensor | PassedOn:
     """`_attention(query, key, value, biases)`, as OpenFold has it: q is scaled, heads come before queries."""
-
-    def _attention(query: Tensor, key: Tensor, value: Tensor, biases: list[Tensor]) -> Tensor:
-        may_be_small = query.is_cuda and not is_repeated() and max(query.shape[-2], key.shape[-2]) < _SHORT
-        if may_be_small and query.shape[:-1].numel() * key.shape[-2] < _FEW_SCORES:
-            count.count_passed_on(f"fewer than {_SHORT} residues, where the client's own attention takes less of the host")
-            return original(query, key, value, biases)  # type: ignore[no-any-return]
-        count.count_replaced()
-        return attention(query, key, value, biases)
-
-    return _attention
+    may_be_small = query.is_cuda and not is_repeated() and max(query.shape[-2], key.shape[-2]) < _SHORT
+    if may_be_small and query.shape[:-1].numel() * key.shape[-2] < _FEW_SCORES:
+        return PassedOn(f"fewer than {_SHORT} residues, where the client's own attention takes less of the host")
+    return attention(query, key, value, biases)
 
 
 def projected(module: Any, q_x: Tensor, kv_x: Tensor, biases: list[Tensor] | None) -> Tensor:
@@ -67,30 +59,25 @@ def projected(module: Any, q_x: Tensor, kv_x: Tensor, biases: list[Tensor] | Non
     return module._wrap_up(attention(q, k, v, biases or []).transpose(-2, -3), q_x)  # type: ignore[no-any-return]
 
 
-def low_memory(original: Function, count: Count) -> Function:
-    """`_lma`, as OpenFold and OpenFold-3 have it."""
+@replacement
+def low_memory(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor], q_chunk_size: int, kv_chunk_size: int) -> Tensor:
+    """`_lma`, as OpenFold and OpenFold-3 have it.
 
-    def _lma(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor], q_chunk_size: int, kv_chunk_size: int) -> Tensor:
-        """No scores are held, whatever the chunks. The caller has expanded the biases, which is undone here."""
-        count.count_replaced()
-        return attention(q, k, v, [narrow_expanded(x) for x in biases])
-
-    return _lma
+    No scores are held, whatever the chunks. The caller has expanded the biases, which is undone here.
+    """
+    return attention(q, k, v, [narrow_expanded(x) for x in biases])
 
 
-def queries_first(*, scaled: bool) -> Callable[[Function, Count], Function]:
+def queries_first(*, scaled: bool) -> Replace:
     """A client's wrapper of a kernel: `(q, k, v, biases) -> [*, Q, H, C]`."""
 
-    def replace(original: Function, count: Count) -> Function:
-        def attend(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor], scale: float | None = None) -> Tensor:
-            """`scale`, where it is given, is that of the channels."""
-            count.count_replaced()
-            added = [additive_mask(x) for x in biases]
-            return attention(q, k, v, added, scaled=scaled).transpose(-2, -3)
+    @replacement
+    def attend(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor], scale: float | None = None) -> Tensor:
+        """`scale`, where it is given, is that of the channels."""
+        added = [additive_mask(x) for x in biases]
+        return attention(q, k, v, added, scaled=scaled).transpose(-2, -3)
 
-        return attend
-
-    return replace
+    return attend
 
 
 def additive_mask(bias: Tensor) -> Tensor:
@@ -100,34 +87,30 @@ def additive_mask(bias: Tensor) -> Tensor:
     return torch.zeros_like(bias, dtype=torch.float32).masked_fill(~bias, -1e9)
 
 
-def kernel(original: Function, count: Count) -> Function:
+@replacement
+def kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    tri_bias: Tensor | None = None,
+) -> Tensor:
     """A call of cuEquivariance's `triangle_attention`, with the gradients of the client's path without a kernel.
 
     cuEquivariance replaces the scores of masked keys, so a query without a key passes no gradient on to q, k and the bias. The
     clients' own paths add -1e9 to them, and so does this: a switch changes neither answers nor gradients.
+
+    `scale` is that of the channels. Boltz calls the bias `tri_bias`. The result has five axes, as cuEquivariance's.
     """
-
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None = None,
-        mask: Tensor | None = None,
-        scale: float | None = None,
-        *,
-        tri_bias: Tensor | None = None,
-    ) -> Tensor:
-        """`scale` is that of the channels. Boltz calls the bias `tri_bias`. The result has five axes, as cuEquivariance's."""
-        count.count_replaced()
-        o = attention(q, k, v, [None if mask is None else additive_mask(mask), bias, tri_bias], scaled=False)
-        return o if o.ndim > 4 else o[None]
-
-    return attend
+    o = attention(q, k, v, [None if mask is None else additive_mask(mask), bias, tri_bias], scaled=False)
+    return o if o.ndim > 4 else o[None]
 
 
-def multiplication(original: Function, count: Count) -> Function:
-    """cuEquivariance's triangle multiplication by `evoattn.pair`, for clients that want it with the attention."""
-    return functools.partial(cuequivariance.triangle_multiplicative_update)  # an object of its own, which is given a name
+multiplication = replacement(cuequivariance.triangle_multiplicative_update)
+"""cuEquivariance's triangle multiplication by `evoattn.pair`, for clients that want it with the attention."""
 
 
 def residues(arguments: Iterable[Any], axes: int = 4) -> int | None:

@@ -13,56 +13,47 @@ from evoattn.clients.blocks import KnownBlock, call_openfold_block
 from evoattn.clients.calls import additive, low_memory, projected, queries_first
 from evoattn.clients.known import KnownLayer, layers_of_openfold, transition
 from evoattn.clients.layers import sites
-from evoattn.clients.site import Client, Count, Site
+from evoattn.clients.site import Client, PassedOn, Site, replacement
 from evoattn.compat.openfold import attention
 from evoattn.nn.template import TemplatePointwiseAttention
 
 _MODULE = "openfold.model.primitives"
 
 
-def _kernel(original: Any, count: Count) -> Any:
-    def forward(
-        self: Any,
-        q_x: Tensor,
-        kv_x: Tensor,
-        biases: list[Tensor] | None = None,
-        use_memory_efficient_kernel: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Only the CUDA kernel is called here. The original calls functions for all else, and those are replaced too."""
-        other_switch = any(x is True for x in (*args, *kwargs.values()))  # which with this one is an error
-        if not use_memory_efficient_kernel or other_switch:
-            return original(self, q_x, kv_x, biases, use_memory_efficient_kernel, *args, **kwargs)  # type: ignore[no-any-return]
-        count.count_replaced()
-        return projected(self, q_x, kv_x, biases)
-
-    return forward
+@replacement
+def _kernel(
+    self: Any,
+    q_x: Tensor,
+    kv_x: Tensor,
+    biases: list[Tensor] | None = None,
+    use_memory_efficient_kernel: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor | PassedOn:
+    """Only the CUDA kernel is called here. The original calls functions for all else, and those are replaced too."""
+    other_switch = any(x is True for x in (*args, *kwargs.values()))  # which with this one is an error
+    if not use_memory_efficient_kernel or other_switch:
+        return PassedOn()
+    return projected(self, q_x, kv_x, biases)
 
 
-def _global(original: Any, count: Count) -> Any:
-    def forward(self: Any, m: Tensor, mask: Tensor, use_lma: bool = False) -> Tensor:
-        """Each row `[*, N, L, C]` has one query a head, made of the mean of its entries, and one head of keys and values."""
-        count.count_replaced()
-        mean = (m * mask.unsqueeze(-1)).sum(-2) / (mask.sum(-1, keepdim=True) + self.eps)
-        q = self.linear_q(mean).unflatten(-1, (self.no_heads, -1)).unsqueeze(-2)  # [*,n,h,1,c]
-        k, v = (linear(m).unsqueeze(-3) for linear in (self.linear_k, self.linear_v))  # [*,n,1,l,c]
-        off = self.inf * (mask - 1)
-        o = attention(q, k, v, [off[..., None, None, :]], scaled=False)
-        gate = self.linear_g(m).sigmoid().unflatten(-1, (self.no_heads, -1))  # [*,n,l,h,c]
-        return self.linear_o((o.transpose(-2, -3) * gate).flatten(-2))  # type: ignore[no-any-return]
-
-    return forward
+@replacement
+def _global(self: Any, m: Tensor, mask: Tensor, use_lma: bool = False) -> Tensor:
+    """Each row `[*, N, L, C]` has one query a head, made of the mean of its entries, and one head of keys and values."""
+    mean = (m * mask.unsqueeze(-1)).sum(-2) / (mask.sum(-1, keepdim=True) + self.eps)
+    q = self.linear_q(mean).unflatten(-1, (self.no_heads, -1)).unsqueeze(-2)  # [*,n,h,1,c]
+    k, v = (linear(m).unsqueeze(-3) for linear in (self.linear_k, self.linear_v))  # [*,n,1,l,c]
+    off = self.inf * (mask - 1)
+    o = attention(q, k, v, [off[..., None, None, :]], scaled=False)
+    gate = self.linear_g(m).sigmoid().unflatten(-1, (self.no_heads, -1))  # [*,n,l,h,c]
+    return self.linear_o((o.transpose(-2, -3) * gate).flatten(-2))  # type: ignore[no-any-return]
 
 
-def flash(original: Any, count: Count) -> Any:
-    def _flash_attn(q: Tensor, k: Tensor, v: Tensor, kv_mask: Tensor) -> Tensor:
-        """In q's dtype, not in float16. Keys that are masked are left out: a query without a key has output 0."""
-        count.count_replaced()
-        off = torch.zeros_like(kv_mask, dtype=torch.float32).masked_fill(kv_mask == 0, -torch.inf)[..., None, None, :]
-        return attention(q, k, v, [off], empty_rows="native").transpose(-2, -3)
-
-    return _flash_attn
+@replacement
+def flash(q: Tensor, k: Tensor, v: Tensor, kv_mask: Tensor) -> Tensor:
+    """In q's dtype, not in float16. Keys that are masked are left out: a query without a key has output 0."""
+    off = torch.zeros_like(kv_mask, dtype=torch.float32).masked_fill(kv_mask == 0, -torch.inf)[..., None, None, :]
+    return attention(q, k, v, [off], empty_rows="native").transpose(-2, -3)
 
 
 def _offloads(*_: Any, _offload_inference: bool = False, **__: Any) -> str:

@@ -15,7 +15,7 @@ from evoattn.clients.blocks import KnownBlock, SplitBlock, call_openfold_block
 from evoattn.clients.calls import HOST_BOUND, host_sets_pace, low_memory, queries_first
 from evoattn.clients.known import KnownLayer, layers_of_openfold, renamed, share, transition, triangle
 from evoattn.clients.layers import sites
-from evoattn.clients.site import Client, Count, Site, named
+from evoattn.clients.site import Client, Count, PassedOn, Site, named, replacement
 from evoattn.compat.cuequivariance import triangle_multiplicative_update
 from evoattn.compat.openfold import attention
 from evoattn.dispatch.axes import with_axes
@@ -29,17 +29,15 @@ _DIFFUSION = "openfold3.core.model.structure.diffusion_module"
 _MULTIPLICATION = "openfold3.core.model.layers.triangular_multiplicative_update"
 
 
-def _additive(original: Any, count: Count) -> Any:
-    def _attention(query: Tensor, key: Tensor, value: Tensor, biases: list[Tensor], use_high_precision: bool = False) -> Tensor:
-        """In the dtype of the query, which the original sets as that of autocast. Sums are float32 with either precision."""
-        if host_sets_pace(query, query.shape[-2], key.shape[-2], query.shape[:-1].numel() * key.shape[-2]):
-            count.count_passed_on(HOST_BOUND)
-            return original(query, key, value, biases, use_high_precision)  # type: ignore[no-any-return]
-        count.count_replaced()
-        with torch.autocast(query.device.type, enabled=False):
-            return attention(query, key.to(query.dtype), value.to(query.dtype), biases)
-
-    return _attention
+@replacement
+def _additive(
+    query: Tensor, key: Tensor, value: Tensor, biases: list[Tensor], use_high_precision: bool = False
+) -> Tensor | PassedOn:
+    """In the dtype of the query, which the original sets as that of autocast. Sums are float32 with either precision."""
+    if host_sets_pace(query, query.shape[-2], key.shape[-2], query.shape[:-1].numel() * key.shape[-2]):
+        return PassedOn(HOST_BOUND)
+    with torch.autocast(query.device.type, enabled=False):
+        return attention(query, key.to(query.dtype), value.to(query.dtype), biases)
 
 
 def _never(*_: Any, **__: Any) -> bool:

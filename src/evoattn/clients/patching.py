@@ -196,7 +196,8 @@ class Patch:
             if site.replace is None or (site.missing is not None and installed(site.missing)):
                 continue
             kind = _STEP if part == "steps" else site.kind
-            count = self._counts.get((kind, str(site))) or Count(self._tell and functools.partial(self._tell, kind))
+            tell = functools.partial(self._tell, kind) if self._tell and site.counted else None
+            count = self._counts.get((kind, str(site))) or Count(tell)
             if site.counted:
                 self._counts[kind, str(site)] = count
             replacement = replacements[site] = functools.wraps(original)(site.replace(original, count))

@@ -16,7 +16,7 @@ from evoattn.clients.blocks import KnownBlock
 from evoattn.clients.calls import HOST_BOUND, additive, host_sets_pace, kernel, multiplication, queries_first
 from evoattn.clients.known import MULTIPLICATION, KnownLayer, features, transition, triangle
 from evoattn.clients.layers import FEW, sites
-from evoattn.clients.site import Client, Count, Site
+from evoattn.clients.site import Client, PassedOn, Site, replacement
 from evoattn.compat.openfold import attention
 from evoattn.dispatch.axes import with_axes
 from evoattn.nn.pair_bias import AttentionPairBias
@@ -25,26 +25,21 @@ _FEW = 16
 """Keys up to which Protenix' triangle attention takes no kernel."""
 
 
-def _single(original: Any, count: Count) -> Any:
-    def _attention(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_bias: Tensor | None = None,
-        use_efficient_implementation: bool = True,
-        inplace_safe: bool = False,
-    ) -> Tensor:
-        """`[..., H, L, D]`, or windows `[..., H, blocks, L, D]`, whose blocks take the place of heads."""
-        if q.ndim < 3:
-            count.count_passed_on("an attention without heads")
-            return original(q, k, v, attn_bias, use_efficient_implementation, inplace_safe)  # type: ignore[no-any-return]
-        if attn_bias is not None and host_sets_pace(q, q.shape[-2], k.shape[-2], q.shape[:-1].numel() * k.shape[-2]):
-            count.count_passed_on(HOST_BOUND)
-            return original(q, k, v, attn_bias, use_efficient_implementation, inplace_safe)  # type: ignore[no-any-return]
-        count.count_replaced()
-        return attention(q, k.to(q.dtype), v.to(q.dtype), [attn_bias])
-
-    return _attention
+@replacement
+def _single(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_bias: Tensor | None = None,
+    use_efficient_implementation: bool = True,
+    inplace_safe: bool = False,
+) -> Tensor | PassedOn:
+    """`[..., H, L, D]`, or windows `[..., H, blocks, L, D]`, whose blocks take the place of heads."""
+    if q.ndim < 3:
+        return PassedOn("an attention without heads")
+    if attn_bias is not None and host_sets_pace(q, q.shape[-2], k.shape[-2], q.shape[:-1].numel() * k.shape[-2]):
+        return PassedOn(HOST_BOUND)
+    return attention(q, k.to(q.dtype), v.to(q.dtype), [attn_bias])
 
 
 def _check_scaled(x: Tensor, triangle_attention: str) -> None:

@@ -15,7 +15,7 @@ from evoattn.clients.arguments import forwards
 from evoattn.clients.boltz import MULTIPLICATION_MODULES
 from evoattn.clients.known import KnownLayer, channels_of, features, transition
 from evoattn.clients.layers import sites
-from evoattn.clients.site import Client, Count, Site
+from evoattn.clients.site import Client, Count, Site, replacement
 from evoattn.compat.openfold import attention
 from evoattn.nn.multiplication import JoinedTriangleMultiplication
 from evoattn.nn.triangle import TriangleAttention
@@ -27,28 +27,21 @@ _DIFFUSION = "rf3.model.layers.af3_diffusion_transformer"
 _SAMPLER = "rf3.diffusion_samplers.inference_sampler"
 
 
-def _triangle(original: Any, count: Count) -> Any:
+@replacement
+def _triangle(self: Any, pair: Tensor, bias: Tensor) -> Tensor:
     """Either branch, with the dtypes of torch's: cuEquivariance's insists on bfloat16."""
-
-    def forward(self: Any, pair: Tensor, bias: Tensor) -> Tensor:
-        count.count_replaced()
-        gate = self.to_g(pair).sigmoid()
-        q, k, v = (to(pair).unflatten(-1, (self.h, -1)).transpose(-2, -3) for to in (self.to_q, self.to_k, self.to_v))
-        o = attention(q, k, v, [bias.movedim(-1, 1).unsqueeze(1)], scaled=False, empty_rows="native")
-        return gate * o.transpose(-2, -3).flatten(-2)  # type: ignore[no-any-return]
-
-    return forward
+    gate = self.to_g(pair).sigmoid()
+    q, k, v = (to(pair).unflatten(-1, (self.h, -1)).transpose(-2, -3) for to in (self.to_q, self.to_k, self.to_v))
+    o = attention(q, k, v, [bias.movedim(-1, 1).unsqueeze(1)], scaled=False, empty_rows="native")
+    return gate * o.transpose(-2, -3).flatten(-2)  # type: ignore[no-any-return]
 
 
-def _pairformer(original: Any, count: Count) -> Any:
-    def forward(self: Any, A_I: Tensor, S_I: None, Z_II: Tensor, Beta_II: Tensor) -> Tensor:  # noqa: N803
-        """A_I `[I, C]`, Z_II `[I, I, C]`; Beta_II is added for all heads. `use_deepspeed_evo` chooses nothing here."""
-        count.count_replaced()
-        a = _low_precision(self, self.ln_1(A_I))
-        bias = self.to_b(self.ln_0(Z_II)) + Beta_II[..., None]
-        return self.to_a(_attend(self, a, bias, self.to_q(a), self.to_k(a)))  # type: ignore[no-any-return]
-
-    return forward
+@replacement
+def _pairformer(self: Any, A_I: Tensor, S_I: None, Z_II: Tensor, Beta_II: Tensor) -> Tensor:  # noqa: N803
+    """A_I `[I, C]`, Z_II `[I, I, C]`; Beta_II is added for all heads. `use_deepspeed_evo` chooses nothing here."""
+    a = _low_precision(self, self.ln_1(A_I))
+    bias = self.to_b(self.ln_0(Z_II)) + Beta_II[..., None]
+    return self.to_a(_attend(self, a, bias, self.to_q(a), self.to_k(a)))  # type: ignore[no-any-return]
 
 
 def _diffusion(original: Any, count: Count) -> Any:
@@ -67,34 +60,31 @@ def _diffusion(original: Any, count: Count) -> Any:
     return importlib.import_module("foundry.training.checkpoint").activation_checkpointing(forward)
 
 
-def atoms(original: Any, count: Count) -> Any:
-    def atom_attention(
-        self: Any,
-        A_I: Tensor,  # noqa: N803
-        S_I: Tensor,  # noqa: N803
-        Z_II: Tensor,  # noqa: N803
-        qbatch: int = 32,
-        kbatch: int = 128,
-    ) -> Tensor:
-        """A_I `[D, L, C]` or `[L, C]`, Z_II `[L, L, C]`; each window of queries attends the keys around its middle."""
-        count.count_replaced()
-        a = A_I[None] if A_I.ndim == 2 else A_I
-        samples, length = a.shape[:2]
-        q, k = _normed(self, self.to_q(a), self.to_k(a))  # [s,l,h,c]
-        middle = torch.arange(qbatch // 2, length + qbatch // 2, qbatch, device=a.device)[:, None]
-        queries = middle + torch.arange(-(qbatch // 2), qbatch // 2, device=a.device)  # [n,q]
-        keys = middle + torch.arange(-(kbatch // 2), kbatch // 2, device=a.device)  # [n,k]
-        outside = (keys < 0) | (keys >= length)
-        off = torch.zeros_like(outside, dtype=torch.float32).masked_fill(outside, -torch.inf)[:, None, None]
-        queries, keys = queries.clamp(max=length - 1), keys.clamp(0, length - 1)
-        bias = self.to_b(self.ln_0(Z_II[queries[:, :, None], keys[:, None]])).movedim(-1, 1)  # [n,h,q,k]
-        q, k, v = (x.transpose(-2, -3) for x in (q[:, queries], k[:, keys], self.to_v(a)[:, keys]))  # [s,n,h,q|k,c]
-        # Not "mean": every window has keys, and queries beyond the last atom are cut off.
-        o = attention(q, k.to(q.dtype), v.to(q.dtype), [off, bias], scaled=False, empty_rows="native")
-        o = o.transpose(-2, -3).flatten(1, 2)[:, :length]
-        return self.linear_output_project(S_I) * self.to_a((self.to_g(a) * o).reshape(samples, length, -1))  # type: ignore[no-any-return]
-
-    return atom_attention
+@replacement
+def atoms(
+    self: Any,
+    A_I: Tensor,  # noqa: N803
+    S_I: Tensor,  # noqa: N803
+    Z_II: Tensor,  # noqa: N803
+    qbatch: int = 32,
+    kbatch: int = 128,
+) -> Tensor:
+    """A_I `[D, L, C]` or `[L, C]`, Z_II `[L, L, C]`; each window of queries attends the keys around its middle."""
+    a = A_I[None] if A_I.ndim == 2 else A_I
+    samples, length = a.shape[:2]
+    q, k = _normed(self, self.to_q(a), self.to_k(a))  # [s,l,h,c]
+    middle = torch.arange(qbatch // 2, length + qbatch // 2, qbatch, device=a.device)[:, None]
+    queries = middle + torch.arange(-(qbatch // 2), qbatch // 2, device=a.device)  # [n,q]
+    keys = middle + torch.arange(-(kbatch // 2), kbatch // 2, device=a.device)  # [n,k]
+    outside = (keys < 0) | (keys >= length)
+    off = torch.zeros_like(outside, dtype=torch.float32).masked_fill(outside, -torch.inf)[:, None, None]
+    queries, keys = queries.clamp(max=length - 1), keys.clamp(0, length - 1)
+    bias = self.to_b(self.ln_0(Z_II[queries[:, :, None], keys[:, None]])).movedim(-1, 1)  # [n,h,q,k]
+    q, k, v = (x.transpose(-2, -3) for x in (q[:, queries], k[:, keys], self.to_v(a)[:, keys]))  # [s,n,h,q|k,c]
+    # Not "mean": every window has keys, and queries beyond the last atom are cut off.
+    o = attention(q, k.to(q.dtype), v.to(q.dtype), [off, bias], scaled=False, empty_rows="native")
+    o = o.transpose(-2, -3).flatten(1, 2)[:, :length]
+    return self.linear_output_project(S_I) * self.to_a((self.to_g(a) * o).reshape(samples, length, -1))  # type: ignore[no-any-return]
 
 
 def _attends_atoms(self: Any, A_I: Tensor, S_I: Tensor, Z_II: Tensor, Beta_II: Any) -> str:  # noqa: N803

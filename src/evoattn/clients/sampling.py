@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.clients.site import Count
+from evoattn.clients.site import Count, PassedOn, replacement
 
 _SQUARINGS = 32
 """Enough for two eigenvalues that differ by 1e-8 of the larger one: (1 - 1e-8)^(2^32) is 2e-19."""
@@ -33,45 +33,40 @@ def schedule(original: Callable[..., Tensor], count: Count) -> Callable[..., Ten
     return sample_schedule
 
 
-def sampled(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
+@replacement
+def sampled(
+    self: Any,
+    atom_mask: Tensor,
+    num_sampling_steps: int | None = None,
+    multiplicity: int = 1,
+    max_parallel_samples: int | None = None,
+    steering_args: dict[str, Any] | None = None,
+    **conditions: Any,
+) -> Any:
     """Boltz-2's sampling loop without synchronisation of host and GPU. It draws the same random numbers.
 
     The original computes with potentials, contact guidance or forced templates, in training, and if gradients are recorded.
     """
-
-    def sample(
-        self: Any,
-        atom_mask: Tensor,
-        num_sampling_steps: int | None = None,
-        multiplicity: int = 1,
-        max_parallel_samples: int | None = None,
-        steering_args: dict[str, Any] | None = None,
-        **conditions: Any,
-    ) -> Any:
-        if self.training or torch.is_grad_enabled() or steers(steering_args, conditions.get("feats")):
-            return original(
-                self, atom_mask, num_sampling_steps, multiplicity, max_parallel_samples, steering_args, **conditions
-            )
-        steps, chunks = num_sampling_steps or self.num_sampling_steps, multiplicity % (max_parallel_samples or multiplicity) + 1
-        atom_mask = atom_mask.repeat_interleave(multiplicity, 0)
-        levels = self.sample_schedule(steps)
-        gammas = torch.where(levels > self.gamma_min, self.gamma_0, 0.0)
-        x = levels[0].item() * _drawn((*atom_mask.shape, 3), self.device)
-        for before, after, gamma in zip(levels[:-1].tolist(), levels[1:].tolist(), gammas[1:].tolist(), strict=True):
-            x, level = _noisy(self, x, before, gamma)
-            parts = []
-            for part in x.chunk(chunks):
-                shared = {"multiplicity": len(part), **conditions}
-                parts.append(self.preconditioned_network_forward(part, level, network_condition_kwargs=shared))
-            denoised = torch.cat(parts)
-            if self.alignment_reverse_diff:
-                with torch.autocast(x.device.type, enabled=False):
-                    align = _client("loss.diffusionv2").weighted_rigid_align  # Boltz' function or its replacement
-                    x = align(x.float(), denoised.float(), atom_mask.float(), atom_mask.float()).to(denoised)
-            x = x + self.step_scale * (after - level) * ((x - denoised) / level)
-        return {"sample_atom_coords": x, "diff_token_repr": None}
-
-    return sample
+    if self.training or torch.is_grad_enabled() or steers(steering_args, conditions.get("feats")):
+        return PassedOn()
+    steps, chunks = num_sampling_steps or self.num_sampling_steps, multiplicity % (max_parallel_samples or multiplicity) + 1
+    atom_mask = atom_mask.repeat_interleave(multiplicity, 0)
+    levels = self.sample_schedule(steps)
+    gammas = torch.where(levels > self.gamma_min, self.gamma_0, 0.0)
+    x = levels[0].item() * _drawn((*atom_mask.shape, 3), self.device)
+    for before, after, gamma in zip(levels[:-1].tolist(), levels[1:].tolist(), gammas[1:].tolist(), strict=True):
+        x, level = _noisy(self, x, before, gamma)
+        parts = []
+        for part in x.chunk(chunks):
+            shared = {"multiplicity": len(part), **conditions}
+            parts.append(self.preconditioned_network_forward(part, level, network_condition_kwargs=shared))
+        denoised = torch.cat(parts)
+        if self.alignment_reverse_diff:
+            with torch.autocast(x.device.type, enabled=False):
+                align = _client("loss.diffusionv2").weighted_rigid_align  # Boltz' function or its replacement
+                x = align(x.float(), denoised.float(), atom_mask.float(), atom_mask.float()).to(denoised)
+        x = x + self.step_scale * (after - level) * ((x - denoised) / level)
+    return {"sample_atom_coords": x, "diff_token_repr": None}
 
 
 def _noisy(self: Any, x: Tensor, level: float, gamma: float) -> tuple[Tensor, float]:
@@ -103,15 +98,12 @@ def steers(steering: dict[str, Any] | None, feats: Any) -> bool:
         return True
 
 
-def aligned(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
+@replacement
+def aligned(true_coords: Tensor, pred_coords: Tensor, weights: Tensor, mask: Tensor) -> Tensor | PassedOn:
     """A `weighted_rigid_align` that does not wait for the GPU. On a CPU the original computes."""
-
-    def weighted_rigid_align(true_coords: Tensor, pred_coords: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
-        if not true_coords.is_cuda:
-            return original(true_coords, pred_coords, weights, mask)
-        return _align(true_coords, pred_coords, mask * weights)
-
-    return weighted_rigid_align
+    if not true_coords.is_cuda:
+        return PassedOn()
+    return _align(true_coords, pred_coords, mask * weights)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import contextvars
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -108,6 +108,30 @@ def joined(parts: Sequence[str]) -> str:
 
 Replace = Callable[[Callable[..., Any], Count], Callable[..., Any]]
 """Makes a replacement of a function from it and from what counts its calls."""
+
+
+class PassedOn(NamedTuple):
+    """The result of a call that the client's own function has to compute. The reason is counted unless it is ""."""
+
+    reason: str = ""
+
+
+def replacement(function: Callable[..., Any]) -> Replace:
+    """Make a replacement of a function with the client's arguments that returns the result of a call, or `PassedOn`."""
+
+    def replace(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            if not isinstance(result, PassedOn):
+                count.count_replaced()
+                return result
+            if result.reason:
+                count.count_passed_on(result.reason)
+            return original(*args, **kwargs)
+
+        return run
+
+    return replace
 
 
 @dataclasses.dataclass(frozen=True)

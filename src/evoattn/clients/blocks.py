@@ -47,7 +47,6 @@ class KnownBlock(NamedTuple):
     single: tuple[str, ...] = ()
 
     def layer(self, block: Any, layer_of: LayerOf) -> PairLayers:
-        """Make the layers of `evoattn.nn` for a client's block."""
         has_single = getattr(block, "c_s", 1) > 0  # Protenix' block may have no single track
         layers = PairLayers(block, layer_of, self.transition, self.single if has_single else ())
         if self.transposes:
@@ -125,7 +124,6 @@ class PairLayers(nn.Module):
         return self.transition.add_to(z, transition_mask, in_place=in_place)  # type: ignore[no-any-return]
 
     def compute_dtype(self, z: Tensor) -> torch.dtype:
-        """The dtype of the updates."""
         return compute_dtype_of(z, *self.layers[END].mha.inputs)
 
     @staticmethod

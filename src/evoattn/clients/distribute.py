@@ -191,7 +191,6 @@ class _Runner:
 
 
 def _layer(client: nn.Module) -> Any:
-    """The layer of `evoattn.nn` for a client's layer or block."""
     swap = current(client)
     if swap.layer is None:
         raise ValueError(

@@ -46,7 +46,6 @@ class KnownLayer(NamedTuple):
     base: str = ""
 
     def layer(self, client: nn.Module, _: Any) -> nn.Module | None:
-        """Make the layer of `evoattn.nn` for a client's."""
         layer = self.make(*[_attribute(client, names) for names in self.sizes.split(" ")])
         if layer is not None:
             share(layer, client, self.modules)

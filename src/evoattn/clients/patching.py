@@ -110,7 +110,6 @@ class Patch:
             self._restore()
 
     def _restore(self) -> None:
-        """Put the originals back."""
         for replacement in self._replacements.values():
             recorded.release(replacement)
         lost = []

@@ -17,7 +17,6 @@ _FILES = {"boltzgen": "boltz", "opendde": "protenix"}
 
 
 def client(name: str) -> Client:
-    """The description of a client."""
     module = importlib.import_module(f"evoattn.clients.{_FILES.get(name, name)}")
     return module.CLIENTS[name]  # type: ignore[no-any-return]
 

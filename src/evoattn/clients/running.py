@@ -61,7 +61,6 @@ class Tally:
         self._stem = (self._folder or pathlib.Path()) / f"{os.getpid()}-{secrets.token_hex(4)}"
 
     def add(self, *name: str) -> None:
-        """Count one more."""
         with self._lock:
             if name not in self._places:
                 if self._failed or len(self._places) == _MOST:

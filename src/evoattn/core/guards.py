@@ -90,7 +90,6 @@ def _known(*key: Any) -> list[tuple[_Signature, Any]]:
 
 
 def forget() -> None:
-    """Drop all values."""
     _known.cache_clear()
 
 

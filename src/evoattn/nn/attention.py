@@ -198,7 +198,6 @@ def kept(x: MaybeTensor, z: Tensor) -> MaybeTensor:
 
 
 def check_settings(dropout: float, empty_rows: str) -> None:
-    """Raise ValueError for settings that no layer takes."""
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
     check_empty_rows(empty_rows)

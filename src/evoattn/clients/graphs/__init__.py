@@ -172,7 +172,6 @@ class Steps:
         self._kinds: weakref.WeakValueDictionary[Hashable, Kinds] = weakref.WeakValueDictionary()
 
     def release(self) -> None:
-        """Drop all recordings."""
         with self._lock:
             self._known.clear()
             self._kinds.clear()
@@ -185,7 +184,6 @@ class Steps:
                     kind.drop()
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's `forward` of these arguments."""
         why = self._obstacle(module)
         if why:
             self._count.count_passed_on(why)

@@ -54,7 +54,6 @@ class _Place:
         return self._tensor() is tensor and self._at == addresses([tensor])
 
     def exists(self) -> bool:
-        """Return whether the tensor exists."""
         return self._tensor() is not None
 
 
@@ -95,7 +94,6 @@ class CallKind:
 
     @property
     def is_recorded(self) -> bool:
-        """Return whether there is a recording."""
         return self._recording is not None
 
     def stands_for(self, tensors: list[Tensor], loop: object | None) -> bool:

@@ -85,11 +85,9 @@ class Recorder:
         return time.perf_counter()
 
     def random_state(self, device: torch.device) -> Tensor:
-        """The state of the generator of random numbers."""
         return torch.cuda.get_rng_state(device)
 
     def set_random_state(self, device: torch.device, state: Tensor) -> None:
-        """Set the state of the generator."""
         torch.cuda.set_rng_state(state, device)
 
     def record(

@@ -215,7 +215,6 @@ class Values:
         self._ids = list(map(id, values))
 
     def are(self, values: list[Any]) -> bool:
-        """Return whether these are the same values."""
         return (list(map(id, values)) == self._ids and not self._gone) or list(map(key, values)) == self._keys
 
 

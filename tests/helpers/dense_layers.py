@@ -14,6 +14,8 @@ from torch import Tensor
 from evoattn.core.numerics import accumulate_dtype
 from evoattn.nn import (
     AttentionPairBias,
+    ConditionedTransition,
+    DiffusionTransformer,
     MSAColumnAttention,
     MSAColumnGlobalAttention,
     MSARowAttentionWithPairBias,
@@ -191,8 +193,7 @@ def pair_biased(
 
     def normed(x: Tensor) -> Tensor:
         if isinstance(norm, AdaLN):
-            condition = norm.layer_norm_s(s)
-            return norm.linear_g(condition).sigmoid() * norm.layer_norm_a(x) + norm.linear_s(condition)  # type: ignore[no-any-return]
+            return adapted(norm, x, s)
         return x if norm is None else norm(x)
 
     x = normed(a)
@@ -202,3 +203,31 @@ def pair_biased(
     update = attention(layer.mha, x, others, layer.no_heads, mask, pair.movedim(-1, -3), weights)
     update = update if layer.linear_ada_out is None else layer.linear_ada_out(s).sigmoid() * update
     return a + update if layer.residual else update
+
+
+def adapted(norm: AdaLN, x: Tensor, s: Tensor | None) -> Tensor:
+    """The adaptive norm of x under a condition."""
+    condition = norm.layer_norm_s(s)
+    return norm.linear_g(condition).sigmoid() * norm.layer_norm_a(x) + norm.linear_s(condition)  # type: ignore[no-any-return]
+
+
+def conditioned_transition(
+    layer: ConditionedTransition, a: Tensor, s: Tensor, *, mask: Tensor | None, weights: MaskedSoftmax
+) -> Tensor:
+    first, *others = [adapted(layer.layer_norm, a, s) @ w.T for w in layer.hidden_weights()]
+    u = first * first.sigmoid()
+    for factor in others:
+        u = u * factor
+    update = layer.linear_g(s).sigmoid() * layer.linear_out(u)
+    update = update if mask is None else update * mask[..., None].to(update.dtype)
+    return a + update if layer.residual else update  # type: ignore[no-any-return]
+
+
+def diffusion_transformer(
+    layer: DiffusionTransformer, a: Tensor, s: Tensor, z: Tensor, *, mask: Tensor | None, weights: MaskedSoftmax
+) -> Tensor:
+    z = z if layer.layer_norm_z is None else layer.layer_norm_z(z)
+    for block in layer.blocks:
+        a = pair_biased(block.attention_pair_bias, a, z, s, mask=mask, weights=weights)
+        a = conditioned_transition(block.conditioned_transition, a, s, mask=None, weights=weights)
+    return a

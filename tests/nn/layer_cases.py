@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import evoattn.nn as evoattn_nn
+from evoattn.nn.diffusion import ThreefoldConditionedTransition
 from evoattn.testing import relative_error
 from tests.helpers.dense_layers import (
     columns,
+    conditioned_transition,
     global_columns,
     multiplication,
     pair_biased,
@@ -123,11 +125,25 @@ LAYERS = (
         (0,),
     ),
     Dense(
-        "diffusion transformer",
+        "attention of the diffusion transformer",
         lambda: evoattn_nn.AttentionPairBias(12, 10, 6, 4, c_s=9),
         ((2, 3, 7, 12), (2, 1, 7, 7, 10), (2, 3, 7, 9)),
         (2, 3, 7),
         pair_biased,
+    ),
+    Dense(
+        "transition, conditioned",
+        lambda: evoattn_nn.ConditionedTransition(12, 9),
+        ((2, 3, 7, 12), (2, 1, 7, 9)),
+        (2, 3, 7),
+        conditioned_transition,
+    ),
+    Dense(
+        "transition, conditioned, of three factors",
+        lambda: ThreefoldConditionedTransition(12, 9),
+        ((2, 7, 12), (2, 7, 9)),
+        (2, 7),
+        conditioned_transition,
     ),
 )
 EACH = pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evoattn.clients import graphs, sampling
+from evoattn.clients import diffusion, graphs, sampling
 from evoattn.clients.arguments import forwards, ignore
 from evoattn.clients.blocks import END, KnownBlock, PairLayers, SplitBlock
 from evoattn.clients.calls import HOST_BOUND, additive, host_sets_pace, kernel, multiplication
@@ -260,15 +260,20 @@ def _client(
     diffusions: tuple[str, ...],
     layers: tuple[Site, ...] = (),
     known: Mapping[str, KnownLayer] | None = None,
+    *,
+    transformers: Mapping[str, KnownLayer],
+    encoders: str,
     split: Mapping[str, SplitBlock] | None = None,
 ) -> Client:
     """Boltz or BoltzGen.
 
     `multiplied` is the module of the triangle multiplication. `pairs` has replacements of `AttentionPairBias.forward` by
-    module, `diffusions` modules of the diffusion. The others have what only one of both has: sites of `layers`, layers, and
-    blocks that can be split over processes.
+    module, `diffusions` modules of the diffusion, of which the last passes pair biases to its denoiser, `transformers` those of
+    its transformers, and `encoders` the one of the condition. The others have what only one of both has: sites of `layers`,
+    layers, and blocks that can be split over processes.
     """
     there = f"{package}.model.layers"
+    transformers = {f"{package}.model.modules.{name}": x for name, x in transformers.items()}
     attention, multiplication_kernel = f"{there}.triangular_attention", "kernel_triangular_mult"
     shared = _known(package, multiplied)
     diffusions = tuple(f"{package}.model.modules.{name}" for name in diffusions)
@@ -284,13 +289,19 @@ def _client(
             Site(f"{attention}.primitives", "Attention.forward"),
             Site(f"{attention}.attention", "TriangleAttention.forward"),
         ),
-        layers=(*layers, *sites(shared, least=FEW)),
+        layers=(
+            *layers,
+            *sites(shared, least=FEW),
+            *diffusion.boltz_sites(transformers),
+            *_uncounted(diffusion.conditioned, f"{diffusions[-1]}:DiffusionModule.forward"),
+            *_uncounted(diffusion.shared_condition, f"{package}.model.modules.{encoders}:SingleConditioning.forward"),
+        ),
         steps=(
             *named(graphs.step, *(f"{module}:DiffusionModule" for module in diffusions)),
             *_uncounted(graphs.loop, *(f"{module}:AtomDiffusion.sample" for module in diffusions)),
             *graphs.blocks(f"{there}.pairformer:PairformerLayer", f"{there}.pairformer:PairformerNoSeqLayer"),
         ),
-        known={**shared, **(known or {})},
+        known={**shared, **(known or {}), **{f"{name}.DiffusionTransformer": x for name, x in transformers.items()}},
         split=split or {},
         linears=(f"{attention}.primitives.Linear",),
         norms=(f"{attention}.primitives.LayerNorm",),
@@ -322,10 +333,19 @@ CLIENTS = {
             *_uncounted(sampling.sampled, f"{_MODULES}.diffusionv2:AtomDiffusion.sample"),
         ),
         {f"boltz.model.layers.{name}.AttentionPairBias": _PAIR_BIAS for name in ("attention", "attentionv2")},
-        {
+        transformers={"transformers": diffusion.BOLTZ1, "transformersv2": diffusion.BOLTZ2},
+        encoders="encodersv2",
+        split={
             "boltz.model.layers.pairformer.PairformerLayer": SplitBlock(_call_pairs, "", "mask", "attention", _split_single),
             "boltz.model.layers.pairformer.PairformerNoSeqLayer": SplitBlock(_call_pairs),
         },
     ),
-    "boltzgen": _client("boltzgen", "triangular", {"attention": boltz2_attention}, ("diffusion",)),
+    "boltzgen": _client(
+        "boltzgen",
+        "triangular",
+        {"attention": boltz2_attention},
+        ("diffusion",),
+        transformers={"transformers": diffusion.BOLTZ2},
+        encoders="encoders",
+    ),
 }

@@ -68,7 +68,7 @@ def replace(model: nn.Module) -> list[str]:
         ...
         ValueError: no layer of Linear is known: replace takes models of boltz, boltzgen, ...
     """
-    swaps = [(name, x, Swap(x, is_called=False)) for name, x in model.named_modules() if recognised(type(x))]
+    swaps = [(name, x, Swap(x, is_called=False)) for name, x in model.named_modules() if _is_replaced(type(x))]
     for _, _, swap in swaps:
         if swap.reason and not swap.is_block:  # a block that evoattn.nn cannot compute keeps its forward
             raise ValueError(swap.reason)
@@ -80,6 +80,11 @@ def replace(model: nn.Module) -> list[str]:
         module.__class__ = _replaced(original_of(type(module)))
         setattr(module, ATTRIBUTE, swap)
     return [name for name, _, _ in swaps]
+
+
+def _is_replaced(kind: type) -> bool:
+    found = recognised(kind)
+    return found is not None and not getattr(found[1], "sampled", False)
 
 
 @functools.cache

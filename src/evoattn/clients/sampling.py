@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evoattn.clients import graphs
 from evoattn.clients.site import Count, PassedOn, replacement
 
 _SQUARINGS = 32
@@ -45,7 +46,8 @@ def sampled(
 ) -> Any:
     """Boltz-2's sampling loop without synchronisation of host and GPU. It draws the same random numbers.
 
-    The original computes with potentials, contact guidance or forced templates, in training, and if gradients are recorded.
+    If steps are recorded, all of a step but its random numbers is one recording. The original computes with potentials, contact
+    guidance or forced templates, in training, and if gradients are recorded.
     """
     if self.training or torch.is_grad_enabled() or steers(steering_args, conditions.get("feats")):
         return PassedOn()
@@ -54,27 +56,48 @@ def sampled(
     levels = self.sample_schedule(steps)
     gammas = torch.where(levels > self.gamma_min, self.gamma_0, 0.0)
     x = levels[0].item() * _drawn((*atom_mask.shape, 3), self.device)
-    for before, after, gamma in zip(levels[:-1].tolist(), levels[1:].tolist(), gammas[1:].tolist(), strict=True):
-        x, level = _noisy(self, x, before, gamma)
-        parts = []
-        for part in x.chunk(chunks):
-            shared = {"multiplicity": len(part), **conditions}
-            parts.append(self.preconditioned_network_forward(part, level, network_condition_kwargs=shared))
-        denoised = torch.cat(parts)
-        if self.alignment_reverse_diff:
-            with torch.autocast(x.device.type, enabled=False):
-                align = _client("loss.diffusionv2").weighted_rigid_align  # Boltz' function or its replacement
-                x = align(x.float(), denoised.float(), atom_mask.float(), atom_mask.float()).to(denoised)
-        x = x + self.step_scale * (after - level) * ((x - denoised) / level)
+    augmentation = _client("modules.diffusionv2").compute_random_augmentation
+    with graphs.whole(functools.partial(_advanced, self), self.score_model) as advanced:
+        for numbers in _numbers(self, levels.tolist(), gammas.tolist()).to(self.device):
+            turn, move = augmentation(x.shape[0], device=x.device, dtype=x.dtype)
+            x = advanced(x, turn, move, _drawn(x.shape, x.device), numbers, atom_mask, chunks, conditions)
     return {"sample_atom_coords": x, "diff_token_repr": None}
 
 
-def _noisy(self: Any, x: Tensor, level: float, gamma: float) -> tuple[Tensor, float]:
-    """Centred, turned and moved coordinates with more noise, and how much they have."""
-    turn, move = _client("modules.diffusionv2").compute_random_augmentation(x.shape[0], device=x.device, dtype=x.dtype)
-    x = torch.einsum("bmd,bds->bms", x - x.mean(dim=-2, keepdim=True), turn) + move
-    more = level * (1 + gamma)
-    return x + math.sqrt(self.noise_scale**2 * (more**2 - level**2)) * _drawn(x.shape, x.device), more
+def _numbers(self: Any, levels: list[float], gammas: list[float]) -> Tensor:
+    """For each step the noise level, the size of the noise that is added to reach it, and the factor of the update."""
+    rows = []
+    for before, after, gamma in zip(levels[:-1], levels[1:], gammas[1:], strict=True):
+        level = before * (1 + gamma)
+        added = math.sqrt(self.noise_scale**2 * (level**2 - before**2))
+        rows.append((level, added, self.step_scale * (after - level)))
+    return torch.tensor(rows)
+
+
+def _advanced(
+    self: Any,
+    x: Tensor,
+    turn: Tensor,
+    move: Tensor,
+    noise: Tensor,
+    numbers: Tensor,
+    atom_mask: Tensor,
+    chunks: int,
+    conditions: dict[str, Any],
+) -> Tensor:
+    """The coordinates after a step: centred, turned, moved, with more noise, denoised and aligned."""
+    level, added, factor = numbers.unbind()
+    x = torch.einsum("bmd,bds->bms", x - x.mean(dim=-2, keepdim=True), turn) + move + added * noise
+    parts = []
+    for part in x.chunk(chunks):
+        shared = {"multiplicity": len(part), **conditions}
+        parts.append(self.preconditioned_network_forward(part, level.repeat(len(part)), network_condition_kwargs=shared))
+    denoised = torch.cat(parts)
+    if self.alignment_reverse_diff:
+        with torch.autocast(x.device.type, enabled=False):
+            align = _client("loss.diffusionv2").weighted_rigid_align  # Boltz' function or its replacement
+            x = align(x.float(), denoised.float(), atom_mask.float(), atom_mask.float()).to(denoised)
+    return x + factor * ((x - denoised) / level)
 
 
 def _drawn(shape: tuple[int, ...], device: torch.device) -> Tensor:

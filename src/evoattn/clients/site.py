@@ -72,6 +72,11 @@ def taped(calls: list[tuple[Count, str]]) -> Iterator[None]:
         _tape.reset(token)
 
 
+def is_taped() -> bool:
+    """Return whether calls are noted for a recording."""
+    return _tape.get() is not None
+
+
 _repeated: contextvars.ContextVar[bool] = contextvars.ContextVar("repeated", default=False)
 
 
@@ -90,7 +95,7 @@ def is_repeated() -> bool:
     return _repeated.get()
 
 
-KINDS = ("attention call", "triangle multiplication", "transition", "pair block")
+KINDS = ("attention call", "triangle multiplication", "transition", "pair block", "diffusion transformer")
 """Kinds of calls that are counted. A layer with an attention is an attention call; a block has several layers."""
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from evoattn.clients.arguments import ClientsOwn, UnknownArgument, by_name
 from evoattn.clients.blocks import KnownBlock
@@ -130,7 +131,8 @@ def convert(client: nn.Module, *, is_called: bool = False) -> nn.Module | None:
         raise ValueError(f"a {type(client).__name__} overrides {method} of {_name(kind)}, which evoattn.nn would not call")
     check_methods("", client)
     try:
-        with torch.device("meta"):
+        # A mode of the caller's shall not see it: nothing is computed.
+        with _disable_current_modes(), torch.device("meta"):
             layer = description.layer(client, _inside)
     except (AttributeError, TypeError, IndexError) as error:
         raise ValueError(f"a {type(client).__name__} has other modules than the layer that evoattn.nn knows") from error

@@ -117,6 +117,11 @@ def with_means(
     return o if gate is None else torch.sigmoid(gate) * o
 
 
+def may_be_empty(inf: float, dtype: torch.dtype) -> bool:
+    """Return whether a row may count as empty, in a compute dtype, whose masked keys have a bias of -inf."""
+    return dtype in _LIMITS and -inf <= _LIMITS[dtype].empty
+
+
 def heads_first(x: Tensor, layout: str) -> Tensor:
     """View x as `[*, H, L, C]`, or turn such a view back."""
     return x if layout == "bnhld" else x.transpose(-2, -3)

@@ -8,9 +8,11 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from evoattn.core.keeping import sampling
+from evoattn.nn.diffusion import ConditionedTransition, DiffusionTransformer, DiffusionTransformerBlock
 from evoattn.nn.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttentionWithPairBias
 from evoattn.nn.multiplication import TriangleMultiplication
-from evoattn.nn.pair_bias import AttentionPairBias
+from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
 from evoattn.nn.pair_block import PairBlock, PairformerBlock
 from evoattn.nn.template import TemplatePointwiseAttention
 from evoattn.nn.transition import Transition
@@ -23,7 +25,11 @@ if TYPE_CHECKING:
     from evoattn.clients.replace import replace
 
 __all__ = [
+    "AdaLN",
     "AttentionPairBias",
+    "ConditionedTransition",
+    "DiffusionTransformer",
+    "DiffusionTransformerBlock",
     "MSAColumnAttention",
     "MSAColumnGlobalAttention",
     "MSARowAttentionWithPairBias",
@@ -37,6 +43,7 @@ __all__ = [
     "from_boltz",
     "from_openfold3",
     "replace",
+    "sampling",
 ]
 
 _OF_CLIENTS = {"distribute": "distribute", "from_boltz": "boltz", "from_openfold3": "openfold3", "replace": "replace"}

@@ -20,8 +20,9 @@ from evoattn.core.numerics import accumulate_dtype
 from evoattn.core.problem import dtype_name
 from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.axes import fits
+from evoattn.dispatch.checks import compute_dtype
 from evoattn.dispatch.distributed import Split, is_distributed
-from evoattn.empty_rows.means import EmptyRows, check_empty_rows, with_means
+from evoattn.empty_rows.means import EmptyRows, check_empty_rows, may_be_empty, with_means
 from evoattn.nn.initial import Layer, start
 from evoattn.nn.project import linear, project
 from evoattn.nn.submodules import call, is_linear
@@ -133,13 +134,35 @@ def attend(
     A layer that transposes O before its output product passes no gate here and gives it to `Attention.output`: there one pass
     gates and transposes. `inf` is subtracted from the scores of a masked key. The pair bias broadcasts to `[*,N,H,Q,K]`.
     """
+    masks = mask_arguments(mask, q.dtype, inf=inf, empty_rows=empty_rows)
+    return attend_masked(q, k, v, masks, pair_bias, gate, inf=inf)
+
+
+def mask_arguments(mask: Tensor | None, dtype: torch.dtype, *, inf: float, empty_rows: EmptyRows) -> dict[str, Tensor]:
+    """The mask of `attend` as `evoformer_attention` takes it, for calls of q in a dtype that share it."""
     if mask is None:
-        return evoformer_attention(q, k, v, pair_bias=pair_bias, gate=gate)
+        return {}
     mask = mask[..., None, None, :]  # with all axes of q there is one way to read it
     if empty_rows == "native":
-        return evoformer_attention(q, k, v, mask=mask.bool(), pair_bias=pair_bias, gate=gate)
-    mask_bias = inf * (mask.to(accumulate_dtype(q.dtype)) - 1)
-    return with_means(evoformer_attention, q, k, v, mask_bias, pair_bias, None, layout="bnlhd", gate=gate)
+        return {"mask": mask.bool()}
+    return {"mask_bias": inf * (mask.to(accumulate_dtype(dtype)) - 1)}
+
+
+def attend_masked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    masks: dict[str, Tensor],
+    pair_bias: Tensor | None,
+    gate: Tensor | None,
+    *,
+    inf: float,
+) -> Tensor:
+    """`attend` with the `mask_arguments` of its mask."""
+    if "mask_bias" in masks and may_be_empty(inf, compute_dtype(q)):
+        return with_means(evoformer_attention, q, k, v, masks["mask_bias"], pair_bias, None, layout="bnlhd", gate=gate)
+    mask, mask_bias = masks.get("mask"), masks.get("mask_bias")
+    return evoformer_attention(q, k, v, mask=mask, mask_bias=mask_bias, pair_bias=pair_bias, gate=gate)
 
 
 def dropout_mask(update: Tensor, dropout: float, shared: int, split: Split | None = None) -> Tensor:

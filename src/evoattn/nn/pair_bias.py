@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ class AdaLN(Layer):
         else:
             normed = layer_norm(a, norm, g.dtype)
         return torch.addcmul(shift, normed, torch.sigmoid(g))
+
+    own_forward = forward
 
 
 class AttentionPairBias(Layer):
@@ -114,6 +117,7 @@ class AttentionPairBias(Layer):
         *,
         keys: Tensor | None = None,
         pair_bias: Tensor | None = None,
+        to_keys: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Compute the update of a, or a + update with `residual=True`.
 
@@ -126,8 +130,9 @@ class AttentionPairBias(Layer):
             keys: the tensor that keys and values are projected from, `[*, K, c_a]`, which the layer normalises as it does a.
                 None: a.
             pair_bias: what `self.pair_bias(z)` returned, for calls that share z, such as the steps of a diffusion.
+            to_keys: picks the keys `[*, K, c_a]` of each window of the normalised a, for a layer with a condition. None: a.
 
-        DTensors come without `keys` and `pair_bias`. The result is split along Q as z is along its rows or columns.
+        DTensors come without `keys`, `pair_bias` and `to_keys`. The result is split along Q as z is along its rows or columns.
 
         Returns:
             `[*, Q, c_a]` in the compute dtype, or with the residual in the dtype to which torch promotes a and the update.
@@ -135,10 +140,12 @@ class AttentionPairBias(Layer):
         Raises:
             TypeError, ValueError: a tensor has a wrong type or shape, or arguments exclude each other.
         """
-        self._check(a, z, s, mask, keys, pair_bias)
+        self._check(a, z, s, mask, keys, pair_bias, to_keys)
         if any(is_distributed(x) for x in (a, z, s, mask)):
             return self._distributed(a, z, s, mask)
-        return self._attend(a, self.pair_bias(z) if z is not None else pair_bias, s, mask, keys)
+        return self._attend(a, self.pair_bias(z) if z is not None else pair_bias, s, mask, keys, to_keys)
+
+    own_forward = forward
 
     def _distributed(self, a: Tensor, z: Tensor | None, s: Tensor | None, mask: Tensor | None) -> Tensor:
         """The output of DTensors: each process has the queries that its rows of z belong to, or as many if z has columns."""
@@ -166,18 +173,22 @@ class AttentionPairBias(Layer):
         s: Tensor | None,
         mask: Tensor | None,
         keys: Tensor | None = None,
+        to_keys: Callable[[Tensor], Tensor] | None = None,
         split: Split | None = None,
     ) -> Tensor:
         """The output. If a process holds only the queries of a `split`, it gathers all others as keys."""
         if a.ndim == 2:  # an attention has rows
             pair_bias, s, mask, keys = (None if x is None else x[None] for x in (pair_bias, s, mask, keys))
-            return self._attend(a[None], pair_bias, s, mask, keys, split)[0]
+            picked = None if to_keys is None else lambda x: to_keys(x[0])[None]
+            return self._attend(a[None], pair_bias, s, mask, keys, picked, split)[0]
         norm = self.layer_norm_a
         x = a
         if norm is not None and s is not None:
             x, norm = norm(a, s), None
         if split is not None:
             keys = split.gather(x, -2)
+        if to_keys is not None:
+            keys = to_keys(x)
         mha = self.mha
         settings: dict[str, Any] = {"inf": self.inf, "empty_rows": self.empty_rows}
         if may_skip(mha, Attention):
@@ -207,7 +218,14 @@ class AttentionPairBias(Layer):
         return z.movedim(-1, -3)
 
     def _check(
-        self, a: Tensor, z: Tensor | None, s: Tensor | None, mask: Tensor | None, keys: Tensor | None, pair_bias: Tensor | None
+        self,
+        a: Tensor,
+        z: Tensor | None,
+        s: Tensor | None,
+        mask: Tensor | None,
+        keys: Tensor | None,
+        pair_bias: Tensor | None,
+        to_keys: Callable[[Tensor], Tensor] | None,
     ) -> None:
         check_input("a", a, 2, self.c_a, distributed=True)
         if keys is not None:
@@ -216,9 +234,13 @@ class AttentionPairBias(Layer):
                 raise ValueError(f"keys must be None in a layer with a condition, c_s={self.c_s}, got shape {list(keys.shape)}")
             if keys.shape[:-2] != a.shape[:-2]:
                 raise ValueError(f"keys must have the leading axes of a, {list(a.shape)}, got shape {list(keys.shape)}")
-        length = (a if keys is None else keys).shape[-2]
+        if to_keys is not None and (self.c_s is None or is_distributed(z)):
+            raise ValueError("to_keys must be None in a layer without a condition, and with DTensors")
         if (z is None) == (pair_bias is None):
             raise ValueError(f"give z or pair_bias, got {'neither' if z is None else 'both'}")
+        length = (a if keys is None else keys).shape[-2]
+        if to_keys is not None:
+            length = z.shape[-2] if z is not None else pair_bias.shape[-1]  # type: ignore[union-attr]
         if z is not None:
             check_input("z", z, 3, self.c_z, distributed=True)
             check_shares("z", z, tuple(a.shape[:-2]), a.shape[-2], length)

@@ -17,7 +17,7 @@ from evoattn.nn.submodules import call, has_hooks, is_linear, is_norm
 from evoattn.pair import transition
 
 
-class _SwiGLU(Layer):
+class SwiGLU(Layer):
     """The first half of a SwiGLU transition, with OpenFold-3's names. The layer only calls it if its parts are not plain."""
 
     def __init__(self, c: int, hidden: int, bias: bool) -> None:
@@ -26,6 +26,8 @@ class _SwiGLU(Layer):
 
     def forward(self, y: Tensor) -> Tensor:
         return F.silu(linear(y, self.linear_a)) * linear(y, self.linear_b)
+
+    own_forward = forward
 
 
 class Transition(Layer):
@@ -64,7 +66,7 @@ class Transition(Layer):
         biased = activation == "relu" if bias is None else bias
         self.layer_norm = nn.LayerNorm(c)
         if activation == "swiglu":
-            self.swiglu, self.linear_out = _SwiGLU(c, n * c, biased), nn.Linear(n * c, c, bias=biased)
+            self.swiglu, self.linear_out = SwiGLU(c, n * c, biased), nn.Linear(n * c, c, bias=biased)
         else:
             self.linear_1, self.linear_2 = nn.Linear(c, n * c, bias=biased), nn.Linear(n * c, c, bias=biased)
         for projection in self._inner:
@@ -140,7 +142,7 @@ class Transition(Layer):
         """Return whether the operator computes what the sub-modules define, and nobody has to see that one is called."""
         if self.activation == "swiglu":
             swiglu = self.swiglu
-            if type(swiglu) is not _SwiGLU or "forward" in swiglu.__dict__ or has_hooks(swiglu):
+            if type(swiglu) is not SwiGLU or "forward" in swiglu.__dict__ or has_hooks(swiglu):
                 return False
         plain = [is_linear(module) for module in (*self._inner, self._last)]  # not a generator, as in TriangleMultiplication
         return all(plain) and is_norm(self.layer_norm)

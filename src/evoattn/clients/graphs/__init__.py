@@ -22,8 +22,9 @@ import contextvars
 import functools
 import itertools
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ from evoattn.clients.graphs.call_kinds import Call, CallKind, addresses
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import Recorder
 from evoattn.clients.graphs.trees import NotCaptured, Spec, flat, same_bits
-from evoattn.clients.site import Count, Site, named, repeated
-from evoattn.core import guards
+from evoattn.clients.site import Count, Site, is_taped, named, repeated
+from evoattn.core import guards, keeping
 
 FIRST = "among the first calls of their kind"
 """The reason for calls that were not replayed, but may be the next time."""
@@ -102,27 +103,44 @@ def step(
 def loop(original: Callable[..., Any], count: Count, *, of: str | None = None) -> Callable[..., Any]:
     """A method that calls a step of its own children, or of those of its argument `of`, many times with the same weights.
 
-    Recordings inside may keep weights as autocast has cast them. Recordings of the modules are dropped afterwards: what comes
-    next needs the memory, and may have other weights.
+    Recordings inside may keep weights as autocast has cast them, or as layers have split them (`core.keeping`). Recordings of
+    the modules are dropped afterwards: what comes next needs the memory, and may have other weights.
+
+    Modules may not change in a loop. They are compared with their earlier state until a replay stands for a call, and once more
+    at the end: looking at each step takes as long as a third of a step.
     """
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         token = _loop.set(object())
         try:
-            return original(self, *args, **kwargs)
+            with keeping.sampling():
+                return original(self, *args, **kwargs)
         finally:
-            _loop.reset(token)
             if not torch.compiler.is_compiling():
                 owner = self if of is None else kwargs.get(of)
                 for module in () if owner is None else owner.children():
                     if (steps := _steps_of(type(module).forward)) is not None:
-                        steps.drop(module)
+                        steps.end(module)
+            _loop.reset(token)
 
     return run
 
 
 _loop: contextvars.ContextVar[object | None] = contextvars.ContextVar("loop", default=None)
 """Stands for the run of a `loop` that a call is in."""
+
+_inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)
+"""True inside a larger call that is replayed as a whole, or may be."""
+
+
+@contextlib.contextmanager
+def _within_a_whole() -> Iterator[None]:
+    token = _inside.set(True)
+    try:
+        with repeated():
+            yield
+    finally:
+        _inside.reset(token)
 
 
 def release(function: Callable[..., Any]) -> None:
@@ -135,6 +153,26 @@ def _steps_of(function: Callable[..., Any]) -> Steps | None:
     return getattr(function, "_evoattn_steps", None)
 
 
+@contextlib.contextmanager
+def whole(function: Callable[..., Any], module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """The function that a `loop` calls at each step, recorded as a whole.
+
+    Steps that it calls are not recorded themselves then. Where it cannot be recorded, they are.
+
+    Args:
+        function: draws no random numbers.
+        module: the one that it calls. Recordings are dropped afterwards.
+    """
+    if _loop.get() is None:
+        yield function
+        return
+    steps = Steps(lambda _, *args: function(*args), Count(), Recorder(), whole=True)
+    try:
+        yield lambda *args: steps.call(module, args, {})
+    finally:
+        steps.end(module)
+
+
 Kinds = collections.OrderedDict[Any, CallKind]
 """The kinds of calls of modules that share recordings: one module, or all of one structure."""
 
@@ -145,6 +183,7 @@ class _Known:
     def __init__(self, module: nn.Module, changes: int = 0) -> None:
         self.seen, self.kinds = Seen(module), Kinds()
         self.changes = changes  # the last calls, in a row, that changed the module
+        self.trusted: object | None = None  # the loop in which it is not looked at any more
 
     def is_left_alone(self) -> bool:
         """Return whether the call that just ran left the module as it was. A call that fills a cache does not."""
@@ -154,7 +193,10 @@ class _Known:
 
 
 class Steps:
-    """Calls of one function with their recordings, for several threads. Arguments as for `step`."""
+    """Calls of one function with their recordings, for several threads.
+
+    Arguments are as for `step`. whole: whether steps inside are not recorded themselves.
+    """
 
     def __init__(
         self,
@@ -163,8 +205,10 @@ class Steps:
         recorder: Recorder,
         shared: bool = False,
         instead: Mapping[str, Any] | None = None,
+        whole: bool = False,
     ) -> None:
         self._original, self._count, self._recorder, self._shared = original, count, recorder, shared
+        self._repeated = _within_a_whole if whole else repeated
         self._instead = instead or {}
         self._lock = threading.RLock()
         self._clock = itertools.count(1)
@@ -176,14 +220,25 @@ class Steps:
             self._known.clear()
             self._kinds.clear()
 
-    def drop(self, module: nn.Module) -> None:
-        """Drop the recordings of a module, but not what is known of its calls."""
+    def end(self, module: nn.Module) -> None:
+        """Drop the recordings of a module at the end of a loop, but not what is known of its calls."""
         with self._lock:
-            if module in self._known:
-                for kind in self._known[module].kinds.values():
-                    kind.drop()
+            known = self._known.get(module)
+            if known is None:
+                return
+            if known.trusted is not None and known.trusted is _loop.get() and not known.seen.holds():
+                warnings.warn(
+                    f"{type(module).__name__} has changed while it was sampled: replayed steps computed it as it was before. "
+                    "Change modules between samplings, or patch with graphs=False",
+                    stacklevel=3,
+                )
+            for kind in known.kinds.values():
+                kind.drop()
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _inside.get():  # a recording counts it as replayed
+            self._count.count_replaced() if is_taped() else self._count.count_passed_on(FIRST)
+            return self._original(module, *args, **kwargs)
         why = self._obstacle(module)
         if why:
             self._count.count_passed_on(why)
@@ -198,10 +253,11 @@ class Steps:
                 if stands and kind.checked:
                     result = kind.replay(call.tensors, known.seen)
                     kind.count()
+                    known.trusted = _loop.get()
                     self._count.count_replaced()
                     return result
                 self._count.count_passed_on(FIRST)
-                with repeated():
+                with self._repeated():
                     return self._compare(module, known, kind, call) if stands else self._learn(module, known, kind, call)
             self._count.count_passed_on(why or FIRST)
         with repeated() if kind is not None else contextlib.nullcontext():  # computed as recorded calls of its kind
@@ -223,7 +279,10 @@ class Steps:
         known = self._known.get(module)
         if known is not None and known.changes >= _RESTLESS:
             return "it changes its modules", None, None
-        if known is None or not known.seen.holds():  # weights were loaded, or a part was exchanged: recordings are of no use
+        trusted = known is not None and known.trusted is not None and known.trusted is _loop.get()
+        if known is None or not (
+            trusted or known.seen.holds()
+        ):  # weights were loaded, or a part was exchanged: recordings are of no use
             known = self._known[module] = _Known(module, known.changes if known else 0)
             if self._shared:
                 self._join(known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import weakref
@@ -15,6 +16,7 @@ from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import Recorder, Recording
 from evoattn.clients.graphs.trees import NotCaptured, Spec, copied, flat, nested, room_for, same_bits
 from evoattn.clients.site import Count, taped
+from evoattn.core import keeping
 
 _WORTH = 8
 """Replays that pay for a recording, which takes as long as two to four calls."""
@@ -136,10 +138,13 @@ class CallKind:
         of weights, and stands for calls in this run alone. Without one it casts weights at each replay.
         """
         self.drop()
+        # Replays write the weights of other modules into a shared recording: it must read nothing that is made of weights.
+        kept = keeping.nothing_kept() if shared else contextlib.nullcontext()
         try:
-            if shared:
-                module, loop = self._twin_of(recorder, run, module, call), None
-            self._record(recorder, functools.partial(run, module), call.tensors, shared, loop)
+            with kept:
+                if shared:
+                    module, loop = self._twin_of(recorder, run, module, call), None
+                self._record(recorder, functools.partial(run, module), call.tensors, shared, loop)
         except Exception as error:  # whatever the client, a kernel or CUDA raises: the caller has its result already
             self.refuse(error)
 

@@ -1,0 +1,209 @@
+"""Diffusion transformers of clients, of tokens and of windows of atoms, by `evoattn.nn.DiffusionTransformer` in a sampling.
+
+Each replacement computes calls that the fused kernels take (`evoattn.nn.diffusion_steps`). The client's own code computes all
+others: training, a CPU, autocast, a call outside of a sampling loop.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from evoattn.clients.arguments import ClientsOwn, UnknownArgument
+from evoattn.clients.known import KnownLayer, share
+from evoattn.clients.layers import sites
+from evoattn.clients.site import Count, Site
+from evoattn.core.keeping import keeps, kept
+from evoattn.nn import diffusion_steps
+from evoattn.nn.diffusion import DiffusionTransformer, ThreefoldConditionedTransition, ToKeys
+
+KIND = "diffusion transformer"
+
+_ALIGNED = 4
+"""Keys, of 4 bytes each, of which the rows of a bias hold a multiple: kernels load 16 bytes at once."""
+
+_NORM = "layer_norm_a=a_norm layer_norm_s=s_norm linear_g=s_scale linear_s=s_bias"
+_BLOCK = (
+    "attention_pair_bias.mha.linear_*=pair_bias_attn.proj_* "
+    "attention_pair_bias.linear_ada_out=output_projection_linear "
+    "conditioned_transition.linear_ba=transition.swish_gate.0 conditioned_transition.linear_c=transition.a_to_b "
+    "conditioned_transition.linear_out=transition.b_to_a conditioned_transition.linear_g=transition.output_projection.0"
+)
+
+
+def _make_boltz(client: Any) -> nn.Module:
+    """The transformer of Boltz-1, Boltz-2 or BoltzGen. Only that of Boltz-1 projects its pair biases itself."""
+    first = client.layers[0].pair_bias_attn
+    plain = all(type(layer) is type(client.layers[0]) for layer in client.layers)
+    plain &= not getattr(first, "use_qk_norm", False) and not getattr(first, "initial_norm", False)
+    plain &= all(type(getattr(layer, "post_lnorm", nn.Identity())) is nn.Identity for layer in client.layers)
+    if not plain:
+        raise TypeError  # said as "has other modules"
+    channels, condition = first.c_s, client.layers[0].adaln.s_norm.normalized_shape[0]
+    projects = isinstance(first.proj_z, nn.Sequential)
+    c_z = first.proj_z[1].in_features if projects else 1
+    made = DiffusionTransformer(channels, condition, c_z, first.head_dim, first.num_heads, len(client.layers), inf=first.inf)
+    made.layer_norm_z = None
+    for block, layer in zip(made.blocks, client.layers, strict=True):
+        block.conditioned_transition = ThreefoldConditionedTransition(channels, condition, residual=True)
+        share(block, layer, _BLOCK)
+        share(block.attention_pair_bias.layer_norm_a, layer.adaln, _NORM)
+        share(block.conditioned_transition.layer_norm, layer.transition.adaln, _NORM)
+        projection = layer.pair_bias_attn.proj_z
+        block.attention_pair_bias.layer_norm_z = projection[0] if projects else None
+        block.attention_pair_bias.linear_z = projection[1] if projects else None
+    return made
+
+
+def _call_boltz2(
+    transformer: Any,
+    a: Tensor,
+    s: Tensor,
+    bias: Tensor,
+    mask: Tensor,
+    to_keys: ToKeys | None = None,
+    multiplicity: int = 1,
+    use_uniform_bias: bool = False,
+) -> Tensor:
+    """The bias is `[B, Q, K, layers H]`, and is shared by so many samples as `multiplicity` says."""
+    if use_uniform_bias:
+        raise UnknownArgument("a bias that all layers of a diffusion transformer share")
+    fused = _prepared(transformer, a, s, mask, bias)
+    biases = _heads_first(bias).unflatten(1, (len(transformer.blocks), -1)).transpose(0, 1)
+    return _run(fused, a, s, mask, to_keys, multiplicity, biases)
+
+
+def _call_boltz1(
+    transformer: Any,
+    a: Tensor,
+    s: Tensor,
+    z: Tensor | None,
+    mask: Tensor,
+    to_keys: ToKeys | None = None,
+    multiplicity: int = 1,
+    model_cache: dict[str, dict[str, Tensor]] | None = None,
+) -> Tensor:
+    """The pair biases of all layers are in the cache from the first step on."""
+
+    def bias_of(number: int, block: Any) -> Tensor:
+        cache = {} if model_cache is None else model_cache.setdefault(f"layer_{number}", {})
+        if "z" not in cache:
+            cache["z"] = _heads_first(block.attention_pair_bias.pair_bias(z).movedim(-3, -1))
+        return cache["z"]
+
+    fused = _prepared(transformer, a, s, mask)
+    return _run(fused, a, s, mask, to_keys, multiplicity, [bias_of(i, x) for i, x in enumerate(transformer.blocks)])
+
+
+def _prepared(transformer: Any, *tensors: Tensor) -> diffusion_steps.Prepared:
+    """Return what the kernels need for a call. An exception leaves one to the client that they do not take."""
+    found = diffusion_steps.prepared(transformer.blocks, *tensors)
+    if found is None and tensors[0].is_cuda:
+        raise UnknownArgument("a diffusion transformer that is not sampled in float32")
+    if found is None:
+        raise ClientsOwn
+    return found
+
+
+def _run(
+    fused: diffusion_steps.Prepared,
+    a: Tensor,
+    s: Tensor,
+    mask: Tensor,
+    to_keys: ToKeys | None,
+    samples: int,
+    biases: Sequence[Tensor] | Tensor,
+) -> Tensor:
+    """Compute a call whose first axis is `[B samples]`, with the pair bias `[B, H, Q, K]` of each block."""
+    picked: ToKeys | None = None
+    if to_keys is not None:
+        mask = to_keys(mask.unsqueeze(-1)).squeeze(-1)
+
+        def picked(x: Tensor) -> Tensor:
+            return to_keys(x.flatten(0, 1)).unflatten(0, (-1, samples))  # type: ignore[no-any-return]
+
+    a, mask = (x.unflatten(0, (-1, samples)) for x in (a, mask))
+    s = s.unflatten(0, (-1, samples if s.shape[0] == a.shape[:2].numel() else 1))
+    pair_bias = [x.unsqueeze(1) for x in biases]
+    attended = None if to_keys is None and _sampled.get().every_token else mask
+    result: Tensor = diffusion_steps.run(fused, a, s, pair_bias, attended, picked, None)
+    return result.flatten(0, 1)
+
+
+def _heads_first(bias: Tensor) -> Tensor:
+    """A bias `[B, Q, K, H]` as `[B, H, Q, K]` with rows of keys that start on multiples of 16 bytes. A copy if need be."""
+    turned = bias.movedim(-1, 1)
+    if turned.stride(-1) == 1 and not any(stride % _ALIGNED for stride in turned.stride()[:-1]):
+        return turned
+    *lead, keys = turned.shape
+    made = torch.empty((*lead, keys + -keys % _ALIGNED), dtype=bias.dtype, device=bias.device)[..., :keys]
+    return made.copy_(turned)
+
+
+def conditioned(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
+    """The denoiser of Boltz-2 and BoltzGen, which casts what its steps share to float32, and arranges pair biases, once."""
+
+    def arranged(name: str, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        if name == "token_trans_bias":
+            return kept(name, (x,), lambda: _heads_first(x.float()).movedim(1, -1))
+        return x if x.dtype == torch.float32 else kept(name, (x,), x.float)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        shared, trunk = kwargs.get("diffusion_conditioning"), kwargs.get("s_trunk")
+        if not keeps() or not isinstance(shared, dict) or not isinstance(trunk, Tensor) or torch.is_grad_enabled():
+            return original(self, *args, **kwargs)
+        kwargs["diffusion_conditioning"] = {name: arranged(name, x) for name, x in shared.items()}
+        mask = kwargs["feats"]["token_pad_mask"]  # the host waits for it once in a sampling
+        token = _sampled.set(_Sampled(trunk.shape[0] == 1, kept("every token", (mask,), lambda: bool(mask.all()))))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _sampled.reset(token)
+
+    return forward
+
+
+class _Sampled(NamedTuple):
+    """Facts of a denoiser's call in a sampling, whose samples have one noise level.
+
+    Args:
+        one_structure: whether all samples are of one.
+        every_token: whether every token is attended: there is no padding.
+    """
+
+    one_structure: bool = False
+    every_token: bool = False
+
+
+_NOTHING_KNOWN = _Sampled()
+_sampled: contextvars.ContextVar[_Sampled] = contextvars.ContextVar("sampled", default=_NOTHING_KNOWN)
+
+
+def shared_condition(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
+    """The condition `[1, L, C]` of samples that have the same. The client computes it, and all that it gives, for each."""
+
+    def forward(self: Any, times: Tensor, s_trunk: Tensor, s_inputs: Tensor) -> Any:
+        if _sampled.get().one_structure:
+            times, s_trunk, s_inputs = times[:1], s_trunk[:1], s_inputs[:1]
+        return original(self, times, s_trunk, s_inputs)
+
+    return forward
+
+
+BOLTZ1, BOLTZ2 = (KnownLayer(_make_boltz, "", call, kind=KIND, sampled=True) for call in (_call_boltz1, _call_boltz2))
+
+
+def boltz_sites(transformers: Mapping[str, KnownLayer]) -> tuple[Site, ...]:
+    """The transformers of Boltz or BoltzGen by their module, and what is taken for granted of them."""
+    checked = ("AdaLN", "ConditionedTransitionBlock", "DiffusionTransformerLayer")
+    return (
+        *sites({f"{module}.DiffusionTransformer": known for module, known in transformers.items()}),
+        *(Site(module, f"{name}.forward", counted=False) for module in transformers for name in checked),
+        Site(f"{next(iter(transformers)).rpartition('.')[0]}.utils", "SwiGLU.forward", counted=False),
+    )

@@ -1,0 +1,77 @@
+"""Things that are made of tensors once, and used until a sampling ends: split weights, biases in the layout of kernels.
+
+Nothing can be stale: it is dropped with the sampling, in which the tensors may not change. A write that torch sees, or another
+tensor in the place of one, makes it anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Made = TypeVar("Made")
+
+_kept: contextvars.ContextVar[dict[Any, Any] | None] = contextvars.ContextVar("kept", default=None)
+
+
+@contextlib.contextmanager
+def sampling() -> Iterator[None]:
+    """Let layers split their weights once, and arrange the pair biases that they are given once, until the block ends.
+
+    The weights, and those pair biases, may not change inside: a write through `.data`, or to a tensor of inference mode, is
+    seen by nobody. A sampling inside of another one shares what that has.
+    """
+    token = _kept.set({}) if _kept.get() is None else None
+    try:
+        yield
+    finally:
+        if token is not None:
+            _kept.reset(token)
+
+
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """Let nothing be kept, and nothing that is kept be used, until the block ends."""
+    token = _kept.set(None)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def keeps() -> bool:
+    """Return whether a sampling is running."""
+    return _kept.get() is not None
+
+
+def kept(name: str, owners: Sequence[Any], make: Callable[[], Made], holds: Callable[[Made], bool] = lambda _: True) -> Made:
+    """Return what `make` returns, which a running sampling keeps.
+
+    Args:
+        name: of what is made.
+        owners: what it is made of. A tensor that was moved or written to counts as another one.
+        make: makes it.
+        holds: returns whether what is kept is still right.
+    """
+    store = _kept.get()
+    if store is None:
+        return make()
+    key = (name, *map(id, owners))
+    entry = store.get(key)
+    if entry is not None and entry[1] == _states(owners) and holds(entry[2]):
+        return entry[2]  # type: ignore[no-any-return]
+    made = make()
+    # What a recording computes has its values at each replay alone.
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        store[key] = (tuple(owners), _states(owners), made)
+    return made
+
+
+def _states(owners: Sequence[Any]) -> list[tuple[int, int]]:
+    """Addresses of tensors, and their versions where torch counts these."""
+    return [(x.data_ptr(), -1 if x.is_inference() else x._version) for x in owners if isinstance(x, Tensor)]

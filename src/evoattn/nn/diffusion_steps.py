@@ -1,0 +1,265 @@
+"""The diffusion transformer in inference, in float32: launches of fused kernels, nine for each block.
+
+| launch | result |
+|---|---|
+| split | AdaLN(a), split |
+| product | q, k, v and the gate |
+| attention | o |
+| split | o sigmoid(gate), split |
+| product | a, with the output product times the gate of the condition added |
+| split | AdaLN(a), split |
+| product | the factors of the hidden channels |
+| split | their product, split |
+| product | a, with the output product times the gate of the condition added |
+
+All that the condition s gives is made for many blocks at once: scales and shifts of AdaLN of norm(s), gates of s. The weights
+of that norm are multiplied into those of the products when these are split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from evoattn.core import guards
+from evoattn.core.devices import installed
+from evoattn.core.keeping import keeps, kept
+from evoattn.core.numerics import float32_products
+from evoattn.nn.attention import Attention, attend_masked, heads, mask_arguments
+from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
+from evoattn.nn.submodules import has_global_hooks, is_linear, is_norm, may_skip
+from evoattn.nn.transition import SwiGLU
+
+_CONDITIONS = 1 << 26
+"""Numbers of the conditions that are held at a time, 256 MiB. Those of one block are always held."""
+
+_DIGIT = 2048
+"""Rows are counted in two digits of this base, which even TF32 holds exactly."""
+
+
+class _Block(NamedTuple):
+    """The split weights of one block. All are `Halves`."""
+
+    qkvg: Any
+    qkvg_bias: Tensor | None
+    out: Any
+    out_bias: Tensor | None
+    hidden: Any
+    last: Any
+
+
+class _Conditions(NamedTuple):
+    """The split weights `[2 blocks c_a, c_s]` of the condition, attention and transition in turn, and their biases."""
+
+    scales: Any
+    scale_bias: Tensor
+    shifts: Any
+    gates: Any
+    gate_bias: Tensor
+
+
+class Prepared:
+    """Blocks whose weights are split once in a sampling.
+
+    Attributes:
+        is_plain: whether the launches compute what the modules of the blocks define, and nobody has to see one called.
+    """
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        self.blocks = blocks
+        modules = [x for block in blocks for x in block.modules()]
+        self._owns = [vars(x) for x in modules]
+        self._members = [
+            (own[kind], name, x) for own in self._owns for kind in ("_parameters", "_modules") for name, x in own[kind].items()
+        ]
+        self.parameters = [x for _, _, x in self._members if isinstance(x, nn.Parameter)]
+        self._versions = self._look()
+        self.is_plain = all(map(_is_plain, blocks)) and all(x.dtype == torch.float32 for x in self.parameters)
+        first = blocks[0].attention_pair_bias
+        self.is_plain &= all(x.attention_pair_bias.inf == first.inf for x in blocks)
+        self.is_plain &= all(x.attention_pair_bias.empty_rows == first.empty_rows for x in blocks)
+        self._weights: dict[bool, tuple[list[_Block], _Conditions]] = {}
+
+    def _look(self) -> list[tuple[int, int]]:
+        return [(x.data_ptr(), -1 if x.is_inference() else x._version) for x in self.parameters]
+
+    def holds(self) -> bool:
+        """Return whether modules, weights and hooks are as they were."""
+        if any(own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own for own in self._owns):
+            return False
+        if has_global_hooks() or any(members.get(name) is not x for members, name, x in self._members):
+            return False
+        return self._look() == self._versions
+
+    def weights(self, low: bool) -> tuple[list[_Block], _Conditions]:
+        """The split weights. low: whether hi is not enough, as it is for TF32."""
+        if low not in self._weights:
+            self._weights[low] = _split(self.blocks, low)
+        return self._weights[low]
+
+
+def prepared(blocks: Sequence[Any], a: Tensor, s: Tensor, *others: Tensor | None) -> Prepared | None:
+    """Prepare a call that `run` computes: on a GPU, in float32, inside `sampling`, without gradients. None: another one."""
+    if not keeps() or torch.compiler.is_compiling() or not a.is_cuda or not installed("triton"):
+        return None
+    tensors = [x for x in (a, s, *others) if x is not None]
+    if {x.dtype for x in (a, s)} != {torch.float32} or any(x.device != a.device for x in tensors) or not a.numel():
+        return None
+    if torch.is_autocast_enabled("cuda") or not guards.only_computes() or not guards.ordinary(tensors):
+        return None
+    if float32_products() not in ("none", "ieee", "tf32"):
+        return None
+    found = kept("diffusion transformer", (blocks,), lambda: Prepared(blocks), Prepared.holds)
+    if not found.is_plain:
+        return None
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *found.parameters))
+    return None if recorded else found
+
+
+def _is_plain(block: Any) -> bool:
+    """Return whether nobody has to see that a module inside is called, and the launches compute what the modules define."""
+    attention, transition = block.attention_pair_bias, block.conditioned_transition
+    containers = [(x, type(x)) for x in (block, transition)]
+    containers += [(attention, AttentionPairBias), (attention.mha, Attention)]
+    if not attention.residual or not transition.residual or attention.mha.linear_g is None:
+        return False
+    norms = [attention.layer_norm_a, transition.layer_norm]
+    containers += [(x, AdaLN) for x in norms]
+    swiglu = transition._modules.get("swiglu")
+    containers += [] if swiglu is None else [(swiglu, SwiGLU)]
+    if not all(may_skip(module, kind) for module, kind in containers):
+        return False
+    linears = (*attention.mha.inputs, attention.mha.linear_o, attention.linear_ada_out, *transition.inner)
+    linears += (transition.linear_g, transition.linear_out, *(y for x in norms for y in (x.linear_g, x.linear_s)))
+    if not all(is_linear(x) for x in linears):
+        return False
+    if not all(is_norm(y) for x in norms for y in (x.layer_norm_a, x.layer_norm_s)):
+        return False
+    unbiased = (*attention.mha.inputs[1:], *transition.inner, transition.linear_out, *(x.linear_s for x in norms))
+    no_bias = all(x.bias is None for x in (*unbiased, *(x.layer_norm_s for x in norms)))
+    return no_bias and all(x.layer_norm_a.weight is None and x.layer_norm_a.bias is None for x in norms)
+
+
+def run(
+    prepared: Prepared,
+    a: Tensor,
+    s: Tensor,
+    pair_bias: Any,
+    mask: Tensor | None,
+    to_keys: Callable[[Tensor], Tensor] | None,
+    transition_mask: Tensor | None,
+) -> Tensor:
+    """`DiffusionTransformer.forward` of a call, whose arguments are checked."""
+    from evoattn.pair.products import steps
+
+    low, blocks = float32_products() != "tf32", prepared.blocks
+    weights, of_condition = prepared.weights(low)
+    lead, positions, channels = a.shape[:-2], a.shape[-2], a.shape[-1]
+    s, samples = _shared(s, lead)
+    sharing: Any = {"samples": samples, "positions": positions}
+    rows = a.reshape(-1, channels).clone()
+    count = rows.shape[0]
+    s_norm = steps.split(s, kind="norm", eps=blocks[0].attention_pair_bias.layer_norm_a.layer_norm_s.eps, low=low)
+    s_whole = steps.split(s, low=low)
+    y = rows.new_empty((count + 1, weights[0].qkvg.hi.shape[0]))  # the first row is what `to_keys` picks outside
+    picked = None if to_keys is None else _index(to_keys, lead, positions, a.device)
+    if picked is not None:
+        y[0] = 0
+    factors = None if transition_mask is None else transition_mask.expand(a.shape[:-1]).reshape(-1).float()
+    first = blocks[0].attention_pair_bias
+    masks = mask_arguments(mask, a.dtype, inf=first.inf, empty_rows=first.empty_rows)
+    group = max(1, _CONDITIONS // (6 * channels * s.shape[0]))
+    for i, (block, w) in enumerate(zip(blocks, weights, strict=True)):
+        if i % group == 0:
+            conditions = _conditions(of_condition, s_norm, s_whole, i, min(group, len(blocks) - i), channels)
+        (scale, shift, gate), (next_scale, next_shift, last_gate) = conditions[i % group]
+        attention, transition = block.attention_pair_bias, block.conditioned_transition
+        eps = attention.layer_norm_a.layer_norm_a.eps
+        x = steps.split(rows, scale, shift, kind="adapt", eps=eps, low=low, **sharing)
+        steps.product(x, w.qkvg, w.qkvg_bias, out=y[1:])
+        width = w.out.hi.shape[1]
+        q, gates = y[1:, :width], y[1:, 3 * width :]
+        keys = y[1:, width : 3 * width] if picked is None else y[:, width : 3 * width].index_select(0, picked)
+        q, k, v = (heads(x.unflatten(0, (*lead, -1)), attention.no_heads) for x in (q, *keys.split(width, -1)))
+        o = attend_masked(q, k, v, masks, pair_bias[i], None, inf=attention.inf)
+        x = steps.split(o.reshape(count, width), gates, kind="gate", low=low)
+        steps.product(x, w.out, w.out_bias, gate=gate, base=rows, out=rows, **sharing)
+        eps = transition.layer_norm.layer_norm_a.eps
+        x = steps.split(rows, next_scale, next_shift, kind="adapt", eps=eps, low=low, **sharing)
+        u = steps.product(x, w.hidden).split(w.last.hi.shape[1], -1)
+        x = steps.split(*u, kind="swiglu", low=low)
+        steps.product(x, w.last, gate=last_gate, mask=factors, base=rows, out=rows, **sharing)
+    return rows.view(a.shape)
+
+
+def _shared(s: Tensor, lead: Sequence[int]) -> tuple[Tensor, int]:
+    """The condition as rows, and how many samples share each: those along the last leading axis, if s has size 1 there."""
+    samples = lead[-1] if lead and s.shape[-3] == 1 else 1
+    wanted = lead if samples == 1 else (*lead[:-1], 1)
+    return s.expand(*wanted, *s.shape[-2:]).reshape(-1, s.shape[-1]), samples
+
+
+def _index(to_keys: Callable[[Tensor], Tensor], lead: Sequence[int], positions: int, device: torch.device) -> Tensor:
+    """The row of each key, counted from 1. 0: there is none."""
+    shape = (*lead, positions)
+    numbers = torch.arange(1, 1 + torch.Size(shape).numel(), device=device).view(shape)
+    digits = to_keys(torch.stack((numbers % _DIGIT, numbers // _DIGIT), -1).float()).round().long()
+    return (digits[..., 0] + _DIGIT * digits[..., 1]).flatten()
+
+
+def _conditions(
+    w: _Conditions, s_norm: Any, s: Any, first: int, count: int, channels: int
+) -> list[tuple[tuple[Tensor, ...], ...]]:
+    """For each of some blocks: scale, shift and gate of the attention, then those of the transition."""
+    from evoattn.pair.products import steps
+
+    start, size = 2 * first * channels, 2 * count * channels
+    part = slice(start, start + size)
+    scales = steps.product(s_norm, w.scales.rows(start, size), w.scale_bias[part], opened=True)
+    shifts = steps.product(s_norm, w.shifts.rows(start, size))
+    gates = steps.product(s, w.gates.rows(start, size), w.gate_bias[part], opened=True)
+    each = list(zip(*(x.split(channels, -1) for x in (scales, shifts, gates)), strict=True))
+    return list(zip(each[::2], each[1::2], strict=True))
+
+
+def _split(blocks: Sequence[Any], low: bool) -> tuple[list[_Block], _Conditions]:
+    """The split weights of all blocks."""
+    from evoattn.pair.products import steps
+
+    split = []
+    for block in blocks:
+        mha, transition = block.attention_pair_bias.mha, block.conditioned_transition
+        split.append(
+            _Block(
+                steps.split_weights([x.weight for x in mha.inputs], low=low),
+                _joined_bias(mha.inputs),
+                steps.split_weights([mha.linear_o.weight], low=low),
+                mha.linear_o.bias,
+                steps.split_weights(transition.hidden_weights(), low=low),
+                steps.split_weights([transition.linear_out.weight], low=low),
+            )
+        )
+    norms = [x for block in blocks for x in (block.attention_pair_bias.layer_norm_a, block.conditioned_transition.layer_norm)]
+    gates = [x for block in blocks for x in (block.attention_pair_bias.linear_ada_out, block.conditioned_transition.linear_g)]
+    factors = [x.layer_norm_s.weight for x in norms]
+    conditions = _Conditions(
+        steps.split_weights([x.linear_g.weight for x in norms], factors=factors, low=low),
+        torch.cat([_bias(x.linear_g) for x in norms]),
+        steps.split_weights([x.linear_s.weight for x in norms], factors=factors, low=low),
+        steps.split_weights([x.weight for x in gates], low=low),
+        torch.cat([_bias(x) for x in gates]),
+    )
+    return split, conditions
+
+
+def _joined_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
+    if all(x.bias is None for x in linears):
+        return None
+    return torch.cat([_bias(x) for x in linears])
+
+
+def _bias(linear: nn.Linear) -> Tensor:
+    return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias

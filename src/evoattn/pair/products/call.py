@@ -1,0 +1,75 @@
+"""A product of float32 matrices: checks, and the way that a call takes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from evoattn.core import guards
+from evoattn.core.devices import installed
+from evoattn.core.keeping import kept
+from evoattn.core.problem import dtype_name
+from evoattn.pair.checking import check_tensors, is_recorded
+
+WIDEST = 16384
+"""Channels of the widest row that one program splits."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, precision: str = "exact") -> Tensor:
+    """Compute x W^T + b in float32, on a GPU by its tensor cores.
+
+    Each float32 matrix becomes two of float16 and a power of two for each row. Three products of these lie on average no
+    further from float64 than a product in float32, or than 1.7e-7 if there are few channels. They take half the time of cuBLAS
+    in float32, or less. A row with an infinity or NaN has the result of float32. torch computes calls of other dtypes, on other
+    devices, with gradients, and those that it compiles.
+
+    Inside `evoattn.nn.sampling()` the weight is split once.
+
+    Args:
+        x: `[*, K]`, of any strides.
+        weight: `[N, K]`.
+        bias: `[N]`, or None.
+        precision: "exact", or "tf32" for one product of as many bits as TF32 has.
+
+    Returns:
+        `[*, N]`, in float32 if the kernels compute it.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type, dtype, shape or device, or the precision is not known.
+
+    Example:
+        >>> import torch
+        >>> linear(torch.ones(2, 3, 8), torch.ones(4, 8)).shape
+        torch.Size([2, 3, 4])
+
+    Source: Ootomo and Yokota 2022, "Recovering single precision accuracy from Tensor Cores".
+    """
+    if precision not in ("exact", "tf32"):
+        raise ValueError(f"precision must be 'exact' or 'tf32', got {precision!r}")
+    check_tensors("x", x, None, {"weight": weight, "bias": bias}, frozenset(("bias",)))
+    if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"weight must be [N, K] for x [*, K], got {list(weight.shape)} for {list(x.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be {list(weight.shape[:1])}, got {list(bias.shape)}")
+    dtypes = [dtype_name(y.dtype) for y in (x, weight, bias) if y is not None]
+    if len(set(dtypes)) > 1 and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"x, weight and bias must have one dtype, got {', '.join(dtypes)}")
+    if not _takes(x, weight, bias):
+        return F.linear(x, weight, bias)
+    from evoattn.pair.products import steps
+
+    low = precision == "exact"
+    halves = kept(precision, (weight,), lambda: steps.split_weights([weight], low=low))
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    return steps.product(steps.split(rows, low=low), halves, bias).view(*x.shape[:-1], weight.shape[0])
+
+
+def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether the kernels compute a call."""
+    if not x.is_cuda or x.dtype != torch.float32 or not installed("triton") or not 0 < x.shape[-1] <= WIDEST:
+        return False
+    if torch.is_autocast_enabled("cuda") or is_recorded(x, weight, bias) or not x.numel() or not weight.numel():
+        return False
+    return guards.only_computes() and guards.ordinary([y for y in (x, weight, bias) if y is not None])

@@ -1,0 +1,203 @@
+"""Diffusion transformers of Boltz by evoattn: answers and gradients, what samples share, and steps recorded as a whole."""
+
+import dataclasses
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+import evoattn
+from evoattn.clients import diffusion, graphs
+from evoattn.clients.arguments import ClientsOwn
+from evoattn.clients.graphs.recorder import Recording
+from evoattn.clients.site import Count
+from evoattn.clients.swap import Swap
+from evoattn.core import guards, keeping
+from evoattn.nn import diffusion_steps
+from tests.clients.test_graphs_boltz import first, second
+from tests.helpers.boltz import SMALL
+from tests.helpers.recorders import Traced
+
+VERSIONS = {1: "transformers", 2: "transformersv2"}
+
+
+def by_layers(fused: Any, a: Tensor, s: Tensor, bias: Any, mask: Any, to_keys: Any, transition_mask: Any) -> Tensor:
+    """`diffusion_steps.run` by the layers of evoattn.nn, which a CPU computes."""
+    for block, each in zip(fused.blocks, bias, strict=True):
+        a = block(a, s, mask, pair_bias=each, to_keys=to_keys, transition_mask=transition_mask)
+    return a
+
+
+def prepared(blocks: Any, *_: Any) -> Any:
+    """`diffusion_steps.prepared` without the check of the device."""
+    return diffusion_steps.Prepared(blocks) if keeping.keeps() and guards.only_computes() else None
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diffusion_steps, "run", by_layers)
+    monkeypatch.setattr(diffusion_steps, "prepared", prepared)
+
+
+def transformer(version: int, dtype: torch.dtype = torch.float64) -> Any:
+    module = pytest.importorskip(f"boltz.model.modules.{VERSIONS[version]}", exc_type=ImportError)
+    torch.manual_seed(0)
+    more = {} if version == 2 else {"dim_pairwise": 8}
+    made = module.DiffusionTransformer(3, 4, dim=32, dim_single_cond=24, **more).to(dtype)
+    return filled(made)
+
+
+def filled(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for name, x in module.named_parameters():
+            size = x.shape[-1] ** -0.5 if x.ndim > 1 else 0.3
+            x.copy_(torch.randn_like(x) * size + (x.ndim == 1 and "norm" in name and name.endswith("weight")))
+    return module.eval()
+
+
+def windows(x: Tensor) -> Tensor:
+    """Keys of 4 windows of 8 queries: 16 each, with zeros before the first and after the last."""
+    rows = x.reshape(32, -1)
+    rows = torch.cat([torch.zeros_like(rows[:4]), rows, torch.zeros_like(rows[:4])])
+    return torch.stack([rows[8 * i : 8 * i + 16] for i in range(4)])
+
+
+@pytest.mark.parametrize("case", ["tokens", "windows"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_answers_and_gradients_are_those_of_the_client(version: int, case: str) -> None:
+    """In float64, but for the attention, which Boltz computes in float32."""
+    client = transformer(version)
+    swap = Swap(client, is_called=True)
+    assert swap.layer is not None and not swap.reason
+    batch, queries, keys, to_keys = (2, 10, 10, None) if case == "tokens" else (4, 8, 16, windows)
+    a = torch.randn(batch, queries, 32, dtype=torch.float64, requires_grad=True)
+    s = torch.randn(batch, queries, 24, dtype=torch.float64)
+    structures = 1 if case == "tokens" else batch
+    pairs = torch.randn(structures, queries, keys, 8 if version == 1 else 12, dtype=torch.float64)
+    mask = (torch.arange(queries) < queries - 2).double().expand(batch, -1)
+    right = client(a, s, pairs, mask, to_keys=to_keys, multiplicity=batch // structures)
+    blocks = swap.layer.blocks
+    samples = (structures, batch // structures)
+    if version == 1:
+        bias = [block.attention_pair_bias.pair_bias(pairs).unsqueeze(1) for block in blocks]
+    else:
+        bias = [x.movedim(-1, 1).unsqueeze(1) for x in pairs.split(4, -1)]
+    picked = None if to_keys is None else lambda x: windows(x).unsqueeze(1)
+    attended = (mask if to_keys is None else windows(mask.unsqueeze(-1))[..., 0]).unflatten(0, samples)
+    y = by_layers(swap.layer, a.unflatten(0, samples), s.unflatten(0, samples), bias, attended, picked, None).flatten(0, 1)
+    do = torch.randn_like(right)
+    assert (y - right).abs().max() < 1e-6
+    leaves = [a, *(x for name, x in client.named_parameters() if not name.endswith("proj_z.0.bias"))]  # its gradient is 0
+    for ours, theirs in zip(torch.autograd.grad(y, leaves, do), torch.autograd.grad(right, leaves, do), strict=True):
+        assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+
+
+CHANGES = {
+    "a norm after a layer": lambda x: setattr(x.layers[1], "post_lnorm", nn.LayerNorm(32)),
+    "another layer": lambda x: x.layers.append(nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_another_transformer_is_left_to_the_client(change: Any) -> None:
+    client = transformer(2)
+    change(client)
+    assert "other modules" in Swap(client, is_called=True).reason
+
+
+def test_a_cpu_computes_the_clients_own() -> None:
+    client = transformer(2, torch.float32)
+    swap = Swap(client, is_called=True)
+    x = torch.ones(1, 6, 32)
+    with keeping.sampling(), torch.no_grad(), pytest.raises(ClientsOwn):
+        diffusion.BOLTZ2.call(swap.layer, x, torch.ones(1, 6, 24), bias=torch.ones(1, 6, 6, 12), mask=torch.ones(1, 6))
+
+
+def test_biases_are_arranged_for_kernels() -> None:
+    bias = torch.randn(2, 5, 7, 4)
+    arranged = diffusion._heads_first(bias)
+    assert torch.equal(arranged, bias.movedim(-1, 1))
+    assert arranged.stride(-1) == 1 and not any(x % 4 for x in arranged.stride()[:-1])
+    assert diffusion._heads_first(arranged.movedim(1, -1)).data_ptr() == arranged.data_ptr()
+
+
+def module_of(version: int) -> Any:
+    name = "boltz.model.modules.diffusion" + ("v2" if version == 2 else "")
+    kind = pytest.importorskip(name, exc_type=ImportError).AtomDiffusion
+    torch.manual_seed(0)
+    if version == 2:
+        return filled(kind(SMALL)), second
+    more = {"token_z": 8, "atom_z": 8, "atom_feature_dim": 3 + 1 + 1 + 128 + 256}
+    return filled(kind({**SMALL, **more}, use_inference_model_cache=True)), first
+
+
+class Again(Traced):
+    """A recorder that does again what the function does, outside of what watches it."""
+
+    def record(self, run: Any, device: torch.device, *, draws: bool = False, keeps_casts: bool = False) -> Any:
+        result = run()
+
+        def replay() -> None:
+            for old, new in zip(_pytree.tree_leaves(result), _pytree.tree_leaves(run()), strict=True):
+                if isinstance(old, Tensor):
+                    old.copy_(new)
+
+        return Recording(replay, result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [1, 2])
+def test_samples_are_those_of_the_client(version: int, monkeypatch: pytest.MonkeyPatch, on_a_cpu: None) -> None:
+    """With one and two samples, and two lengths in turn. The transformers of every step are evoattn's."""
+    monkeypatch.setattr(graphs, "Recorder", Again)
+    module, sample = module_of(version)
+    calls = ((1, 6, 8), (2, 6, 12), (1, 6, 8))
+    expected = [sample(module, *call) for call in calls]
+    with evoattn.patch("boltz", graphs=True) as patched:
+        result = [sample(module, *call) for call in calls]
+    for ours, theirs in zip(result, expected, strict=True):
+        assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+    assert patched.calls_by_kind["diffusion transformer"] == 3 * 6 * 3
+    assert str(patched).startswith("evoattn computes")
+
+
+@pytest.mark.slow
+def test_a_step_of_boltz2_is_one_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps run, and the third is recorded; the denoiser inside is recorded with it."""
+    monkeypatch.setattr(graphs, "Recorder", Traced)
+    module, sample = module_of(2)
+    own, calls = type(module).preconditioned_network_forward, []
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(module), "preconditioned_network_forward", counted)
+    there = "boltz.model.modules.diffusionv2"
+    sampled = {f"{there}:AtomDiffusion.sample", f"{there}:DiffusionModule.forward"}
+    clients = importlib.import_module("evoattn.clients.boltz").CLIENTS
+    layers = tuple(site for site in clients["boltz"].layers if str(site) in sampled)  # others round differently if traced
+    monkeypatch.setitem(clients, "boltz", dataclasses.replace(clients["boltz"], layers=layers))
+    with evoattn.patch("boltz", graphs=True) as patched:
+        sample(module, 1, 8, 8)
+    steps = patched.steps[f"{there}:DiffusionModule.forward"]
+    assert steps[""] == 5 and len(calls) < 8
+
+
+def test_a_module_that_changes_in_a_loop_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays do not look at it again."""
+    linear = nn.Linear(3, 3).eval().requires_grad_(False)
+    step = graphs.step(nn.Linear.forward, Count(), Traced())  # type: ignore[arg-type]
+    monkeypatch.setattr(nn.Linear, "forward", step)
+
+    def sample(_: Any) -> None:
+        for turn in range(6):
+            step(linear, torch.full((2, 3), float(turn)))
+            if turn == 4:
+                linear.weight.mul_(2)
+
+    with torch.no_grad(), pytest.warns(UserWarning, match="Linear has changed while it was sampled"):
+        graphs.loop(sample, Count())(nn.ModuleList([linear]))

@@ -1,0 +1,165 @@
+"""The diffusion transformer's fused kernels on a GPU: accuracy, samples, windows, graphs, and calls that they leave alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cuda_graphs import captured
+from torch import Tensor
+
+from evoattn.nn import DiffusionTransformer, diffusion_steps, sampling
+from evoattn.nn.diffusion import ThreefoldConditionedTransition
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use; the interpreter has the kernels"),
+]
+
+
+def transformer(seed: int = 0, c_a: int = 96, c_s: int = 64, no_blocks: int = 3, threefold: bool = False) -> Any:
+    torch.manual_seed(seed)
+    made = DiffusionTransformer(c_a, c_s, 16, c_a // 4, 4, no_blocks)
+    for block in made.blocks if threefold else ():
+        block.conditioned_transition = ThreefoldConditionedTransition(c_a, c_s, residual=True)
+    for name, x in made.named_parameters():
+        size = x.shape[-1] ** -0.5 if x.ndim > 1 else 0.3
+        x.data = torch.randn(x.shape) * size + (x.ndim == 1 and "norm" in name and name.endswith("weight"))
+    return made.cuda().requires_grad_(False)
+
+
+def inputs(samples: int, length: int, c_a: int = 96, c_s: int = 64, shared: bool = True) -> list[Tensor]:
+    """a, s, z, and a mask."""
+    draw = torch.Generator().manual_seed(length)
+    shapes = ((1, samples, length, c_a), (1, 1 if shared else samples, length, c_s), (1, 1, length, length, 16))
+    tensors = [torch.randn(shape, generator=draw).cuda() for shape in shapes]
+    return [*tensors, (torch.rand(1, 1, length, generator=draw) > 0.1).float().cuda()]
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The fused runs."""
+    seen: list[Any] = []
+    own = diffusion_steps.run
+    monkeypatch.setattr(diffusion_steps, "run", lambda *args: seen.append(args) or own(*args))
+    return seen
+
+
+def error(y: Tensor, true: Tensor) -> float:
+    return ((y.double() - true).norm(dim=-1) / true.norm(dim=-1)).max().item()
+
+
+def double(tensors: list[Tensor]) -> list[Tensor]:
+    return [x.double() for x in tensors]
+
+
+@pytest.mark.parametrize("threefold", [False, True])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("samples", "length"), [(1, 152), (5, 33), (2, 397)], ids=str)
+def test_no_further_from_float64_than_the_layers(
+    samples: int, length: int, shared: bool, threefold: bool, runs: list[Any]
+) -> None:
+    layer, tensors = transformer(threefold=threefold), inputs(samples, length, shared=shared)
+    plain = layer(*tensors)
+    with sampling():
+        fused = layer(*tensors, transition_mask=torch.ones(1, 1, length, device="cuda"))
+    true = layer.double()(*double(tensors))
+    assert len(runs) == 1 and error(fused, true) <= max(1.5 * error(plain, true), 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_layers(seed: int, runs: list[Any]) -> None:
+    """Sizes that fill no tile."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def pick(*values: int) -> int:
+        return values[int(torch.randint(len(values), (), generator=rng))]
+
+    c_a, c_s = pick(32, 48, 64, 96, 128), pick(24, 40, 64, 128)
+    layer = transformer(seed, c_a, c_s, pick(1, 2, 4), bool(seed % 2))
+    tensors = inputs(pick(1, 2, 3), pick(1, 7, 16, 31, 100, 129), c_a, c_s, bool(pick(0, 1)))
+    plain = layer(*tensors)
+    with sampling():
+        fused = layer(*tensors)
+    true = layer.double()(*double(tensors))
+    assert len(runs) == 1 and error(fused, true) <= max(2 * error(plain, true), 2e-6)
+
+
+def test_windows() -> None:
+    layer, length = transformer(), 32
+
+    def to_keys(x: Tensor) -> Tensor:
+        rows = torch.nn.functional.pad(x.flatten(0, 2), (0, 0, 48, 48))
+        return torch.stack([rows[length * i : length * i + 128] for i in range(6)])[:, None]
+
+    a, s = torch.randn(6, 1, length, 96).cuda(), torch.randn(6, 1, length, 64).cuda()
+    z, mask = torch.randn(6, 1, length, 128, 16).cuda(), torch.ones(6, 1, 128).cuda()
+    mask[0, :, :48], mask[-1, :, -48:] = 0, 0
+    plain = layer(a, s, z, mask, to_keys=to_keys)
+    with sampling():
+        fused = layer(a, s, z, mask, to_keys=to_keys)
+    true = layer.double()(*double([a, s, z, mask]), to_keys=to_keys)
+    assert error(fused, true) <= max(1.5 * error(plain, true), 1e-6)
+
+
+def test_tf32_is_that_of_torch() -> None:
+    layer, tensors = transformer(), inputs(1, 152)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        plain = layer(*tensors)
+        with sampling():
+            fused = layer(*tensors)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    true = layer.double()(*double(tensors))
+    assert 1e-5 < error(fused, true) <= 1.5 * error(plain, true)
+
+
+def test_samples_are_those_of_one_at_a_time() -> None:
+    layer, (a, s, z, mask) = transformer(), inputs(5, 100)
+    with sampling():
+        together = layer(a, s, z, mask)
+        for i in range(5):
+            assert error(together[:, i : i + 1], layer(a[:, i : i + 1], s, z, mask).double()) < 3e-6
+
+
+def test_a_graph_has_the_same_bits_and_reads_new_inputs() -> None:
+    layer, (a, s, z, mask) = transformer(), inputs(2, 64)
+    bias = layer.pair_bias(z)
+    with sampling():
+        layer(a, s, mask=mask, pair_bias=bias)
+        replay, result = captured(lambda: layer(a, s, mask=mask, pair_bias=bias))
+        a.copy_(torch.randn_like(a))
+        replay()
+        assert torch.equal(result, layer(a, s, mask=mask, pair_bias=bias))
+
+
+def test_weights_that_change_are_split_anew(runs: list[Any]) -> None:
+    layer, tensors = transformer(), inputs(1, 64)
+    with sampling():
+        before = layer(*tensors)
+        for block in layer.blocks:
+            block.attention_pair_bias.mha.linear_o.weight.mul_(2)
+        after = layer(*tensors)
+    assert not torch.equal(before, after) and error(after, layer.double()(*double(tensors))) < 1e-5
+    assert len(runs) == 2
+
+
+def test_what_the_kernels_leave_to_the_layers(runs: list[Any]) -> None:
+    """A hook, autocast, a gradient, float64, a call outside of a sampling, and one under torch.compile."""
+    layer, tensors = transformer(), inputs(1, 48)
+    layer(*tensors)
+    with sampling():
+        seen: list[int] = []
+        hook = layer.blocks[0].conditioned_transition.linear_g.register_forward_hook(lambda *_: seen.append(1))
+        layer(*tensors)
+        hook.remove()
+        with torch.autocast("cuda", torch.bfloat16):
+            layer(*tensors)
+        (g,) = torch.autograd.grad(layer(tensors[0].requires_grad_(), *tensors[1:]).sum(), tensors[0])
+        assert g.isfinite().all() and seen == [1]
+        layer.double()(*double([x.detach() for x in tensors]))
+        assert not runs
+        layer.float()(tensors[0].detach(), *tensors[1:])
+    assert len(runs) == 1

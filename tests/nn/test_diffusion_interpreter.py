@@ -1,0 +1,77 @@
+"""The launches of the diffusion transformer in Triton's interpreter, beside its layers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.interpreted import INTERPRETED, run
+
+pytest.importorskip("triton")
+if not INTERPRETED:
+
+    def test_in_the_interpreter() -> None:
+        """All quick tests below, in a process where Triton interprets."""
+        run(__file__, "not slow")
+
+    @pytest.mark.slow
+    def test_slowly_in_the_interpreter() -> None:
+        """All other tests below."""
+        run(__file__, "slow")
+
+else:
+    from tests.helpers import interpreter
+
+    interpreter.patch()
+
+    from evoattn.nn import DiffusionTransformer, diffusion_steps
+    from evoattn.nn.diffusion import ThreefoldConditionedTransition
+
+    pytestmark = pytest.mark.usefixtures("poisoned")
+
+    def transformer(threefold: bool) -> Any:
+        made, rng = DiffusionTransformer(16, 12, 8, 8, 2, 2), torch.Generator().manual_seed(1)
+        for block in made.blocks if threefold else ():
+            block.conditioned_transition = ThreefoldConditionedTransition(16, 12, residual=True)
+        for name, x in made.named_parameters():
+            noise = torch.randn(x.shape, generator=rng)
+            x.data = 0.3 * noise + ("norm" in name) if x.ndim == 1 else noise / x.shape[-1] ** 0.5
+        return made.requires_grad_(False)
+
+    def error(y: Tensor, true: Tensor) -> float:
+        return ((y.double() - true).norm() / true.norm()).item()
+
+    def compare(layer: Any, a: Tensor, s: Tensor, z: Tensor, mask: Tensor, to_keys: Any, rows: Tensor | None) -> None:
+        bias = layer.pair_bias(z)
+        plain = layer(a, s, mask=mask, pair_bias=bias, to_keys=to_keys, transition_mask=rows)
+        fused = diffusion_steps.run(diffusion_steps.Prepared(layer.blocks), a, s, bias, mask, to_keys, rows)
+        double = [x.double() for x in (a, s, mask, bias)]
+        true = layer.double()(*double[:2], mask=double[2], pair_bias=double[3], to_keys=to_keys, transition_mask=rows)
+        assert error(fused, true) <= max(1.5 * error(plain, true), 5e-7)
+
+    def test_two_samples_share_a_condition() -> None:
+        rng = torch.Generator().manual_seed(2)
+        a, s, z = (torch.randn(shape, generator=rng) for shape in ((1, 2, 9, 16), (1, 1, 9, 12), (1, 1, 9, 9, 8)))
+        mask = (torch.arange(9) < 7).float().view(1, 1, 9)
+        compare(transformer(False), a, s, z, mask, None, mask)
+
+    @pytest.mark.slow
+    def test_blocks_are_taken_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Conditions of one block at a time."""
+        monkeypatch.setattr(diffusion_steps, "_CONDITIONS", 1)
+        test_two_samples_share_a_condition()
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("threefold", [False, True])
+    def test_windows_pick_their_keys(threefold: bool) -> None:
+        rng = torch.Generator().manual_seed(3)
+        a, s, z = (torch.randn(shape, generator=rng) for shape in ((3, 1, 8, 16), (3, 1, 8, 12), (3, 1, 8, 16, 8)))
+        mask = torch.ones(3, 1, 16)
+        mask[0, :, :4], mask[-1, :, -4:] = 0, 0
+
+        def to_keys(x: Tensor) -> Tensor:
+            rows = torch.nn.functional.pad(x.flatten(0, 2), (0, 0, 4, 4))
+            return torch.stack([rows[8 * i : 8 * i + 16] for i in range(3)])[:, None]
+
+        compare(transformer(threefold), a, s, z, mask, to_keys, None)

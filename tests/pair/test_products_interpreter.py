@@ -1,0 +1,84 @@
+"""Float32 products by their kernels in Triton's interpreter: against float64, and numbers that are not finite."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.helpers.interpreted import INTERPRETED, run
+
+pytest.importorskip("triton")
+if not INTERPRETED:
+
+    def test_in_the_interpreter() -> None:
+        """All tests below, in a process where Triton interprets."""
+        run(__file__, "not slow")
+
+else:
+    from tests.helpers import interpreter
+
+    interpreter.patch()
+
+    from evoattn.pair.products import steps
+    from tests.pair.products import KINDS, draw, error, in_order, is_close
+
+    pytestmark = pytest.mark.usefixtures("poisoned")
+
+    SIZES = ((5, 70, 96), (65, 33, 100), (1, 16, 48))
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("sizes", SIZES, ids=str)
+    def test_products_are_no_further_from_float64_than_float32(sizes: tuple[int, int, int], kind: str) -> None:
+        x, w, _ = draw(1, *sizes, kind)
+        assert is_close(steps.product(steps.split(x), steps.split_weights([w])), in_order(x, w), x, w)
+
+    def test_hi_alone_has_the_error_of_tf32() -> None:
+        x, w, _ = draw(2, 40, 30, 64, "normal")
+        y = steps.product(steps.split(x, low=False), steps.split_weights([w], low=False))
+        assert 1e-5 < error(y, x.double() @ w.double().T) < 5e-4
+
+    def test_the_epilogue() -> None:
+        """base + mask * gate * sigmoid(x w^T + bias), where two samples share a gate."""
+        x, w, bias = draw(3, 12, 20, 32, "normal")
+        gate, base, mask = torch.rand(6, 20), torch.randn(12, 20), (torch.arange(12) % 3 > 0).float()
+        halves = steps.split(x), steps.split_weights([w[:7], w[7:]])
+        y = steps.product(*halves, bias, opened=True, gate=gate, mask=mask, base=base, samples=2, positions=3)
+        opened = torch.sigmoid(x.double() @ w.double().T + bias)
+        shared = gate.view(2, 1, 3, 20).expand(2, 2, 3, 20).reshape(12, 20)  # [b,s,l]
+        assert error(y, base + mask[:, None] * shared * opened) < 2e-7
+        plain = steps.product(*halves, base=base)
+        assert steps.product(*halves, base=base, out=base) is base and torch.equal(base, plain)
+
+    def whole(x: steps.Halves) -> Tensor:
+        assert x.lo is not None
+        return (x.hi.double() + x.lo.double() / 2048) * x.unit.double()[:, None]
+
+    @pytest.mark.parametrize("channels", [64, 100])
+    def test_what_is_split(channels: int) -> None:
+        rng = torch.Generator().manual_seed(4)
+        x, a, b = (torch.randn(9, channels, generator=rng) for _ in range(3))
+        d, e, f = x.double(), a.double(), b.double()
+        norm = F.layer_norm(d, (channels,))
+        assert error(whole(steps.split(x)), d) < 1.3e-7
+        assert error(whole(steps.split(x, kind="norm")), norm) < 3e-7
+        assert error(whole(steps.split(x, a, b, kind="adapt")), norm * e + f) < 3e-7
+        assert error(whole(steps.split(x, a, kind="gate")), d * e.sigmoid()) < 3e-7
+        assert error(whole(steps.split(x, a, kind="swiglu")), F.silu(d) * e) < 3e-7
+        assert error(whole(steps.split(x, a, b, kind="swiglu")), F.silu(d) * e * f) < 3e-7
+        assert error(whole(steps.split(x, factor=a[0])), d * e[0]) < 2e-7
+
+    @pytest.mark.filterwarnings("ignore:invalid value encountered")
+    def test_infinities_and_nan_give_what_float32_gives() -> None:
+        x, w, _ = draw(5, 40, 50, 96, "normal")
+        x[3, 5] = w[8, 3] = torch.inf
+        x[7, 1] = torch.nan
+        x[9, 2], x[9, 4] = -torch.inf, torch.inf
+        w[4, 5] = x[20, 3] = 0
+        x[11], w[9] = 0, 0
+        x[12] *= 1e-37
+        x[13] *= 1e37
+        y, right = steps.product(steps.split(x), steps.split_weights([w])), x @ w.T
+        finite = right.isfinite()
+        assert not finite.all() and torch.equal(y[~finite].nan_to_num(), right[~finite].nan_to_num())
+        assert torch.equal(y.isnan(), right.isnan())
+        assert ((y - right)[finite].abs() <= 1e-5 * right[finite].abs().clamp(min=1e-37)).float().mean() > 0.99

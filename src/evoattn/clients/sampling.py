@@ -58,20 +58,20 @@ def sampled(
     x = levels[0].item() * _drawn((*atom_mask.shape, 3), self.device)
     augmentation = _client("modules.diffusionv2").compute_random_augmentation
     with graphs.whole(functools.partial(_advanced, self), self.score_model) as advanced:
-        for numbers in _numbers(self, levels.tolist(), gammas.tolist()).to(self.device):
+        for numbers in _numbers(self, levels.tolist(), gammas.tolist(), x):
             turn, move = augmentation(x.shape[0], device=x.device, dtype=x.dtype)
             x = advanced(x, turn, move, _drawn(x.shape, x.device), numbers, atom_mask, chunks, conditions)
     return {"sample_atom_coords": x, "diff_token_repr": None}
 
 
-def _numbers(self: Any, levels: list[float], gammas: list[float]) -> Tensor:
+def _numbers(self: Any, levels: list[float], gammas: list[float], like: Tensor) -> Tensor:
     """For each step the noise level, the size of the noise that is added to reach it, and the factor of the update."""
     rows = []
     for before, after, gamma in zip(levels[:-1], levels[1:], gammas[1:], strict=True):
         level = before * (1 + gamma)
         added = math.sqrt(self.noise_scale**2 * (level**2 - before**2))
         rows.append((level, added, self.step_scale * (after - level)))
-    return torch.tensor(rows)
+    return torch.tensor(rows, dtype=like.dtype).to(like.device)
 
 
 def _advanced(

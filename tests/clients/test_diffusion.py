@@ -40,6 +40,7 @@ def prepared(blocks: Any, *_: Any) -> Any:
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diffusion_steps, "run", by_layers)
     monkeypatch.setattr(diffusion_steps, "prepared", prepared)
+    monkeypatch.setattr(diffusion, "_may_have_kernels", lambda _: keeping.keeps())
 
 
 def transformer(version: int, dtype: torch.dtype = torch.float64) -> Any:

@@ -135,6 +135,9 @@ def test_blocks_that_must_be_called_are_not_plain() -> None:
     layer, _ = prepared()
     layer.blocks[0].attention_pair_bias.inf = 1e6
     assert not diffusion_steps.Prepared(layer.blocks).is_plain
+    layer, _ = prepared()
+    layer.blocks[1].conditioned_transition.layer_norm.layer_norm_s.eps = 1e-3
+    assert not diffusion_steps.Prepared(layer.blocks).is_plain
 
 
 def test_a_sampling_keeps_what_was_made_of_tensors() -> None:

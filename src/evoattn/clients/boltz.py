@@ -292,7 +292,7 @@ def _client(
         layers=(
             *layers,
             *sites(shared, least=FEW),
-            *diffusion.boltz_sites(transformers),
+            *diffusion.boltz_sites(tuple(transformers)),
             *_uncounted(diffusion.conditioned, f"{diffusions[-1]}:DiffusionModule.forward"),
             *_uncounted(diffusion.shared_condition, f"{package}.model.modules.{encoders}:SingleConditioning.forward"),
         ),

@@ -7,7 +7,7 @@ others: training, a CPU, autocast, a call outside of a sampling loop.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from evoattn.clients.arguments import ClientsOwn, UnknownArgument
 from evoattn.clients.known import KnownLayer, share
-from evoattn.clients.layers import sites
+from evoattn.clients.layers import layer
 from evoattn.clients.site import Count, Site
 from evoattn.core.keeping import keeps, kept
 from evoattn.nn import diffusion_steps
@@ -48,12 +48,12 @@ def _make_boltz(client: Any) -> nn.Module:
     c_z = first.proj_z[1].in_features if projects else 1
     made = DiffusionTransformer(channels, condition, c_z, first.head_dim, first.num_heads, len(client.layers), inf=first.inf)
     made.layer_norm_z = None
-    for block, layer in zip(made.blocks, client.layers, strict=True):
+    for block, own in zip(made.blocks, client.layers, strict=True):
         block.conditioned_transition = ThreefoldConditionedTransition(channels, condition, residual=True)
-        share(block, layer, _BLOCK)
-        share(block.attention_pair_bias.layer_norm_a, layer.adaln, _NORM)
-        share(block.conditioned_transition.layer_norm, layer.transition.adaln, _NORM)
-        projection = layer.pair_bias_attn.proj_z
+        share(block, own, _BLOCK)
+        share(block.attention_pair_bias.layer_norm_a, own.adaln, _NORM)
+        share(block.conditioned_transition.layer_norm, own.transition.adaln, _NORM)
+        projection = own.pair_bias_attn.proj_z
         block.attention_pair_bias.layer_norm_z = projection[0] if projects else None
         block.attention_pair_bias.linear_z = projection[1] if projects else None
     return made
@@ -199,11 +199,25 @@ def shared_condition(original: Callable[..., Any], count: Count) -> Callable[...
 BOLTZ1, BOLTZ2 = (KnownLayer(_make_boltz, "", call, kind=KIND, sampled=True) for call in (_call_boltz1, _call_boltz2))
 
 
-def boltz_sites(transformers: Mapping[str, KnownLayer]) -> tuple[Site, ...]:
-    """The transformers of Boltz or BoltzGen by their module, and what is taken for granted of them."""
+def sampled(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
+    """A transformer's `forward` by `evoattn.nn` in a sampling on a GPU. The client's own computes all other calls, unseen."""
+    by_layers = layer(original, count)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (by_layers if _may_have_kernels(self) else original)(self, *args, **kwargs)
+
+    return forward
+
+
+def _may_have_kernels(module: nn.Module) -> bool:
+    return keeps() and next(module.parameters()).is_cuda
+
+
+def boltz_sites(transformers: Sequence[str]) -> tuple[Site, ...]:
+    """The transformers in these modules of Boltz or BoltzGen, and what is taken for granted of them."""
     checked = ("AdaLN", "ConditionedTransitionBlock", "DiffusionTransformerLayer")
     return (
-        *sites({f"{module}.DiffusionTransformer": known for module, known in transformers.items()}),
+        *(Site(module, "DiffusionTransformer.forward", sampled, kind=KIND) for module in transformers),
         *(Site(module, f"{name}.forward", counted=False) for module in transformers for name in checked),
-        Site(f"{next(iter(transformers)).rpartition('.')[0]}.utils", "SwiGLU.forward", counted=False),
+        Site(f"{transformers[0].rpartition('.')[0]}.utils", "SwiGLU.forward", counted=False),
     )

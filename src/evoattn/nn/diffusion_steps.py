@@ -77,10 +77,8 @@ class Prepared:
         ]
         self.parameters = [x for _, _, x in self._members if isinstance(x, nn.Parameter)]
         self._versions = self._look()
-        self.is_plain = all(map(_is_plain, blocks)) and all(x.dtype == torch.float32 for x in self.parameters)
-        first = blocks[0].attention_pair_bias
-        self.is_plain &= all(x.attention_pair_bias.inf == first.inf for x in blocks)
-        self.is_plain &= all(x.attention_pair_bias.empty_rows == first.empty_rows for x in blocks)
+        is_float = all(x.dtype == torch.float32 for x in self.parameters)
+        self.is_plain = is_float and all(map(_is_plain, blocks)) and len(_settings(blocks)) == 1
         self._weights: dict[bool, tuple[list[_Block], _Conditions]] = {}
 
     def _look(self) -> list[tuple[int, int]]:
@@ -117,6 +115,16 @@ def prepared(blocks: Sequence[Any], a: Tensor, s: Tensor, *others: Tensor | None
         return None
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *found.parameters))
     return None if recorded else found
+
+
+def _settings(blocks: Sequence[Any]) -> set[tuple[Any, ...]]:
+    """The settings of the masks and of the norms of the condition, which all blocks have to share."""
+    found = set()
+    for block in blocks:
+        attention = block.attention_pair_bias
+        for norm in (attention.layer_norm_a, block.conditioned_transition.layer_norm):
+            found.add((attention.inf, attention.empty_rows, norm.layer_norm_s.eps))
+    return found
 
 
 def _is_plain(block: Any) -> bool:

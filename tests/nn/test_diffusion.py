@@ -126,6 +126,24 @@ def test_what_was_prepared_notices_changes(change: Any) -> None:
     assert not found.holds()
 
 
+def test_what_was_prepared_is_plain_again_without_a_hook() -> None:
+    layer, _ = prepared()
+    hook = CHANGES["a hook"](layer.blocks[0])
+    hooked = diffusion_steps.Prepared(layer.blocks)
+    assert hooked.holds() and not hooked.is_plain
+    hook.remove()
+    assert not hooked.holds() and diffusion_steps.Prepared(layer.blocks).is_plain
+
+
+def test_what_was_prepared_notices_another_block_and_another_setting() -> None:
+    layer, found = prepared()
+    layer.blocks[0].attention_pair_bias.inf = layer.blocks[1].attention_pair_bias.inf = 1e6
+    assert not found.holds()
+    layer, found = prepared()
+    layer.blocks[0] = prepared()[0].blocks[0]
+    assert not found.holds()
+
+
 def test_blocks_that_must_be_called_are_not_plain() -> None:
     layer, _ = prepared()
     CHANGES["a hook"](layer.blocks[0])
@@ -147,17 +165,17 @@ def test_a_sampling_keeps_what_was_made_of_tensors() -> None:
         made.append(1)
         return len(made)
 
-    assert [keeping.kept("n", (x,), make) for _ in range(2)] == [1, 2]  # nothing is kept outside
+    assert [keeping.made_once("n", (x,), make) for _ in range(2)] == [1, 2]  # nothing is kept outside
     with sampling():
-        assert [keeping.kept("n", (x,), make) for _ in range(2)] == [3, 3]
+        assert [keeping.made_once("n", (x,), make) for _ in range(2)] == [3, 3]
         with sampling():
-            assert keeping.kept("n", (x,), make) == 3
+            assert keeping.made_once("n", (x,), make) == 3
         with keeping.nothing_kept():
-            assert keeping.kept("n", (x,), make) == 4
-        assert keeping.kept("n", (x,), make) == 3
-        assert keeping.kept("other", (x,), make) == 5
+            assert keeping.made_once("n", (x,), make) == 4
+        assert keeping.made_once("n", (x,), make) == 3
+        assert keeping.made_once("other", (x,), make) == 5
         x.mul_(2)
-        assert keeping.kept("n", (x,), make) == 6
-        assert keeping.kept("n", (x.clone(),), make) == 7
-        assert keeping.kept("n", (x,), make, lambda _: False) == 8
+        assert keeping.made_once("n", (x,), make) == 6
+        assert keeping.made_once("n", (x.clone(),), make) == 7
+        assert keeping.made_once("n", (x,), make, lambda _: False) == 8
     assert not keeping.keeps()

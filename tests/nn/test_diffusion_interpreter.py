@@ -56,6 +56,13 @@ else:
         mask = (torch.arange(9) < 7).float().view(1, 1, 9)
         compare(transformer(False), a, s, z, mask, None, mask)
 
+    def test_tensors_of_any_strides() -> None:
+        """The same for all positions, or in turned memory."""
+        rng = torch.Generator().manual_seed(4)
+        a, z = torch.randn(1, 1, 16, 9, generator=rng).mT, torch.randn(1, 1, 9, 9, 8, generator=rng)
+        s, one = torch.randn(1, 1, 12, 1, generator=rng).mT, torch.ones(1, 1, 1)
+        compare(transformer(False), a, s, z, torch.ones(1, 1, 18)[..., ::2], None, 0.5 * one)
+
     @pytest.mark.slow
     def test_blocks_are_taken_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         """Conditions of one block at a time."""

@@ -82,3 +82,10 @@ else:
         assert not finite.all() and torch.equal(y[~finite].nan_to_num(), right[~finite].nan_to_num())
         assert torch.equal(y.isnan(), right.isnan())
         assert ((y - right)[finite].abs() <= 1e-5 * right[finite].abs().clamp(min=1e-37)).float().mean() > 0.99
+
+    def test_strides_of_all_tensors() -> None:
+        x, w, bias = draw(6, 12, 20, 32, "normal")
+        right = steps.product(steps.split(x), steps.split_weights([w]), bias, mask=torch.full((12,), 0.5))
+        turned = steps.split(x.t().contiguous().t()), steps.split_weights([w.t().contiguous().t()])
+        strided = torch.stack([bias, bias], 1)[:, 0]
+        assert torch.equal(steps.product(*turned, strided, mask=torch.tensor(0.5).expand(12)), right)

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from evoattn.clients import graphs
 from evoattn.clients.arguments import ClientsOwn, UnknownArgument
 from evoattn.clients.known import KnownLayer, share
 from evoattn.clients.layers import layer
 from evoattn.clients.site import Count, Site
-from evoattn.core.keeping import keeps, kept
+from evoattn.core.keeping import keeps, made_once
 from evoattn.nn import diffusion_steps
 from evoattn.nn.diffusion import DiffusionTransformer, ThreefoldConditionedTransition, ToKeys
 
@@ -129,7 +130,7 @@ def _run(
     a, mask = (x.unflatten(0, (-1, samples)) for x in (a, mask))
     s = s.unflatten(0, (-1, samples if s.shape[0] == a.shape[:2].numel() else 1))
     pair_bias = [x.unsqueeze(1) for x in biases]
-    attended = None if to_keys is None and _sampled.get().every_token else mask
+    attended = None if to_keys is None and _facts.get().every_token else mask
     result: Tensor = diffusion_steps.run(fused, a, s, pair_bias, attended, picked, None)
     return result.flatten(0, 1)
 
@@ -151,8 +152,8 @@ def conditioned(original: Callable[..., Any], count: Count) -> Callable[..., Any
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         if name == "token_trans_bias":
-            return kept(name, (x,), lambda: _heads_first(x.float()).movedim(1, -1))
-        return x if x.dtype == torch.float32 else kept(name, (x,), x.float)
+            return made_once(name, (x,), lambda: _heads_first(x.float()).movedim(1, -1))
+        return x if x.dtype == torch.float32 else made_once(name, (x,), x.float)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         shared, trunk = kwargs.get("diffusion_conditioning"), kwargs.get("s_trunk")
@@ -160,46 +161,48 @@ def conditioned(original: Callable[..., Any], count: Count) -> Callable[..., Any
             return original(self, *args, **kwargs)
         kwargs["diffusion_conditioning"] = {name: arranged(name, x) for name, x in shared.items()}
         mask = kwargs["feats"]["token_pad_mask"]  # the host waits for it once in a sampling
-        token = _sampled.set(_Sampled(trunk.shape[0] == 1, kept("every token", (mask,), lambda: bool(mask.all()))))
+        one_level = trunk.shape[0] == 1 and graphs.in_loop()
+        token = _facts.set(_Facts(one_level, made_once("every token", (mask,), lambda: bool(mask.all()))))
         try:
             return original(self, *args, **kwargs)
         finally:
-            _sampled.reset(token)
+            _facts.reset(token)
 
     return forward
 
 
-class _Sampled(NamedTuple):
-    """Facts of a denoiser's call in a sampling, whose samples have one noise level.
+class _Facts(NamedTuple):
+    """Facts of a denoiser's call in a sampling.
 
     Args:
-        one_structure: whether all samples are of one.
+        one_condition: whether all samples have one: they are of one structure, and the client's own loop gives them one noise
+            level.
         every_token: whether every token is attended: there is no padding.
     """
 
-    one_structure: bool = False
+    one_condition: bool = False
     every_token: bool = False
 
 
-_NOTHING_KNOWN = _Sampled()
-_sampled: contextvars.ContextVar[_Sampled] = contextvars.ContextVar("sampled", default=_NOTHING_KNOWN)
+_NOTHING_KNOWN = _Facts()
+_facts: contextvars.ContextVar[_Facts] = contextvars.ContextVar("facts", default=_NOTHING_KNOWN)
 
 
 def shared_condition(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
     """The condition `[1, L, C]` of samples that have the same. The client computes it, and all that it gives, for each."""
 
     def forward(self: Any, times: Tensor, s_trunk: Tensor, s_inputs: Tensor) -> Any:
-        if _sampled.get().one_structure:
+        if _facts.get().one_condition:
             times, s_trunk, s_inputs = times[:1], s_trunk[:1], s_inputs[:1]
         return original(self, times, s_trunk, s_inputs)
 
     return forward
 
 
-BOLTZ1, BOLTZ2 = (KnownLayer(_make_boltz, "", call, kind=KIND, sampled=True) for call in (_call_boltz1, _call_boltz2))
+BOLTZ1, BOLTZ2 = (KnownLayer(_make_boltz, "", call, kind=KIND, in_sampling=True) for call in (_call_boltz1, _call_boltz2))
 
 
-def sampled(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
+def transformer(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
     """A transformer's `forward` by `evoattn.nn` in a sampling on a GPU. The client's own computes all other calls, unseen."""
     by_layers = layer(original, count)
 
@@ -217,7 +220,7 @@ def boltz_sites(transformers: Sequence[str]) -> tuple[Site, ...]:
     """The transformers in these modules of Boltz or BoltzGen, and what is taken for granted of them."""
     checked = ("AdaLN", "ConditionedTransitionBlock", "DiffusionTransformerLayer")
     return (
-        *(Site(module, "DiffusionTransformer.forward", sampled, kind=KIND) for module in transformers),
+        *(Site(module, "DiffusionTransformer.forward", transformer, kind=KIND) for module in transformers),
         *(Site(module, f"{name}.forward", counted=False) for module in transformers for name in checked),
         Site(f"{transformers[0].rpartition('.')[0]}.utils", "SwiGLU.forward", counted=False),
     )

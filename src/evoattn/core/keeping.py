@@ -1,7 +1,7 @@
 """Things that are made of tensors once, and used until a sampling ends: split weights, biases in the layout of kernels.
 
-Nothing can be stale: it is dropped with the sampling, in which the tensors may not change. A write that torch sees, or another
-tensor in the place of one, makes it anew.
+They are dropped with the sampling, in which their tensors may not change. A write that torch counts, or another tensor in the
+place of one, makes them anew.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ _kept: contextvars.ContextVar[dict[Any, Any] | None] = contextvars.ContextVar("k
 
 @contextlib.contextmanager
 def sampling() -> Iterator[None]:
-    """Let layers split their weights once, and arrange the pair biases that they are given once, until the block ends.
+    """Let layers split their weights once, until the block ends.
 
-    The weights, and those pair biases, may not change inside: a write through `.data`, or to a tensor of inference mode, is
-    seen by nobody. A sampling inside of another one shares what that has.
+    The weights may not change inside: a write through `.data`, or to a tensor of inference mode, is seen by nobody. Call the
+    layers on one stream. What was made of a weight stays until the end, also of one that the caller has dropped. A sampling
+    inside of another one shares what that has. Recordings of CUDA graphs inside read what is kept: drop them with it.
     """
     token = _kept.set({}) if _kept.get() is None else None
     try:
@@ -49,7 +50,9 @@ def keeps() -> bool:
     return _kept.get() is not None
 
 
-def kept(name: str, owners: Sequence[Any], make: Callable[[], Made], holds: Callable[[Made], bool] = lambda _: True) -> Made:
+def made_once(
+    name: str, owners: Sequence[Any], make: Callable[[], Made], holds: Callable[[Made], bool] = lambda _: True
+) -> Made:
     """Return what `make` returns, which a running sampling keeps.
 
     Args:
@@ -67,9 +70,14 @@ def kept(name: str, owners: Sequence[Any], make: Callable[[], Made], holds: Call
         return entry[2]  # type: ignore[no-any-return]
     made = make()
     # What a recording computes has its values at each replay alone.
-    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if not is_capturing():
         store[key] = (tuple(owners), _states(owners), made)
     return made
+
+
+def is_capturing() -> bool:
+    """Return whether the current stream is recorded as a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _states(owners: Sequence[Any]) -> list[tuple[int, int]]:

@@ -158,9 +158,9 @@ class DiffusionTransformer(Layer):
     Parameters have OpenFold-3's names: `layer_norm_z`, and `blocks`, each with `attention_pair_bias` and
     `conditioned_transition`.
 
-    On a GPU and without gradients, float32 is computed by fused kernels, whose products are no further from float64 than
-    cuBLAS' (`evoattn.pair.linear`). With TF32 in `torch.backends.cuda.matmul`, they are those of TF32. Whatever has to be seen,
-    such as hooks, and all other calls are computed by the layers.
+    Inside `evoattn.nn.sampling()`, on a GPU and without gradients, float32 is computed by fused kernels, whose products are no
+    further from float64 than cuBLAS' (`evoattn.pair.linear`). With TF32 in `torch.backends.cuda.matmul`, they are those of
+    TF32. Whatever has to be seen, such as hooks, and all other calls are computed by the layers.
 
     Args:
         c_a: channels of a.

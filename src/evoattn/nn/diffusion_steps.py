@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from evoattn.core import guards
 from evoattn.core.devices import installed
-from evoattn.core.keeping import keeps, kept
+from evoattn.core.keeping import is_capturing, keeps, made_once
 from evoattn.core.numerics import float32_products
 from evoattn.nn.attention import Attention, attend_masked, heads, mask_arguments
 from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
@@ -37,7 +37,7 @@ _CONDITIONS = 1 << 26
 """Numbers of the conditions that are held at a time, 256 MiB. Those of one block are always held."""
 
 _DIGIT = 2048
-"""Rows are counted in two digits of this base, which even TF32 holds exactly."""
+"""Rows are counted in three digits of this base, which even TF32 holds exactly."""
 
 
 class _Block(NamedTuple):
@@ -70,33 +70,41 @@ class Prepared:
 
     def __init__(self, blocks: Sequence[Any]) -> None:
         self.blocks = blocks
-        modules = [x for block in blocks for x in block.modules()]
+        modules = [*([blocks] if isinstance(blocks, nn.Module) else []), *(x for block in blocks for x in block.modules())]
         self._owns = [vars(x) for x in modules]
         self._members = [
             (own[kind], name, x) for own in self._owns for kind in ("_parameters", "_modules") for name, x in own[kind].items()
         ]
         self.parameters = [x for _, _, x in self._members if isinstance(x, nn.Parameter)]
         self._versions = self._look()
+        self._is_hooked = self._has_hooks()
         is_float = all(x.dtype == torch.float32 for x in self.parameters)
-        self.is_plain = is_float and all(map(_is_plain, blocks)) and len(_settings(blocks)) == 1
+        self._settings = _settings(blocks) if is_float and all(map(_is_plain, blocks)) else set()
+        self.is_plain = len(self._settings) == 1
         self._weights: dict[bool, tuple[list[_Block], _Conditions]] = {}
 
     def _look(self) -> list[tuple[int, int]]:
         return [(x.data_ptr(), -1 if x.is_inference() else x._version) for x in self.parameters]
 
+    def _has_hooks(self) -> bool:
+        """Return whether hooks, or forwards of their own, run with the modules."""
+        hooked = (own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own for own in self._owns)
+        return has_global_hooks() or any(hooked)
+
     def holds(self) -> bool:
-        """Return whether modules, weights and hooks are as they were."""
-        if any(own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own for own in self._owns):
+        """Return whether modules, weights, settings and hooks are as they were."""
+        if self._has_hooks() != self._is_hooked or any(members.get(name) is not x for members, name, x in self._members):
             return False
-        if has_global_hooks() or any(members.get(name) is not x for members, name, x in self._members):
-            return False
-        return self._look() == self._versions
+        return self._look() == self._versions and (not self.is_plain or _settings(self.blocks) == self._settings)
 
     def weights(self, low: bool) -> tuple[list[_Block], _Conditions]:
         """The split weights. low: whether hi is not enough, as it is for TF32."""
-        if low not in self._weights:
-            self._weights[low] = _split(self.blocks, low)
-        return self._weights[low]
+        found = self._weights.get(low)
+        if found is None:
+            found = _split(self.blocks, low)
+            if not is_capturing():
+                self._weights[low] = found
+        return found
 
 
 def prepared(blocks: Sequence[Any], a: Tensor, s: Tensor, *others: Tensor | None) -> Prepared | None:
@@ -104,13 +112,18 @@ def prepared(blocks: Sequence[Any], a: Tensor, s: Tensor, *others: Tensor | None
     if not keeps() or torch.compiler.is_compiling() or not a.is_cuda or not installed("triton"):
         return None
     tensors = [x for x in (a, s, *others) if x is not None]
-    if {x.dtype for x in (a, s)} != {torch.float32} or any(x.device != a.device for x in tensors) or not a.numel():
+    if (
+        a.ndim < 3
+        or {x.dtype for x in (a, s)} != {torch.float32}
+        or any(x.device != a.device for x in tensors)
+        or not a.numel()
+    ):
         return None
     if torch.is_autocast_enabled("cuda") or not guards.only_computes() or not guards.ordinary(tensors):
         return None
     if float32_products() not in ("none", "ieee", "tf32"):
         return None
-    found = kept("diffusion transformer", (blocks,), lambda: Prepared(blocks), Prepared.holds)
+    found = made_once("diffusion transformer", (blocks,), lambda: Prepared(blocks), Prepared.holds)
     if not found.is_plain:
         return None
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *found.parameters))
@@ -166,9 +179,9 @@ def run(
     low, blocks = float32_products() != "tf32", prepared.blocks
     weights, of_condition = prepared.weights(low)
     lead, positions, channels = a.shape[:-2], a.shape[-2], a.shape[-1]
-    s, samples = _shared(s, lead)
+    s, samples = _shared(s, lead, positions)
     sharing: Any = {"samples": samples, "positions": positions}
-    rows = a.reshape(-1, channels).clone()
+    rows = a.reshape(-1, channels).clone(memory_format=torch.contiguous_format)
     count = rows.shape[0]
     s_norm = steps.split(s, kind="norm", eps=blocks[0].attention_pair_bias.layer_norm_a.layer_norm_s.eps, low=low)
     s_whole = steps.split(s, low=low)
@@ -176,12 +189,13 @@ def run(
     picked = None if to_keys is None else _index(to_keys, lead, positions, a.device)
     if picked is not None:
         y[0] = 0
-    factors = None if transition_mask is None else transition_mask.expand(a.shape[:-1]).reshape(-1).float()
+    factors = None if transition_mask is None else transition_mask.expand(a.shape[:-1]).reshape(-1).float().contiguous()
     first = blocks[0].attention_pair_bias
     masks = mask_arguments(mask, a.dtype, inf=first.inf, empty_rows=first.empty_rows)
     group = max(1, _CONDITIONS // (6 * channels * s.shape[0]))
     for i, (block, w) in enumerate(zip(blocks, weights, strict=True)):
         if i % group == 0:
+            conditions: Any = None  # its memory is free before the next ones are made
             conditions = _conditions(of_condition, s_norm, s_whole, i, min(group, len(blocks) - i), channels)
         (scale, shift, gate), (next_scale, next_shift, last_gate) = conditions[i % group]
         attention, transition = block.attention_pair_bias, block.conditioned_transition
@@ -203,19 +217,20 @@ def run(
     return rows.view(a.shape)
 
 
-def _shared(s: Tensor, lead: Sequence[int]) -> tuple[Tensor, int]:
+def _shared(s: Tensor, lead: Sequence[int], positions: int) -> tuple[Tensor, int]:
     """The condition as rows, and how many samples share each: those along the last leading axis, if s has size 1 there."""
     samples = lead[-1] if lead and s.shape[-3] == 1 else 1
     wanted = lead if samples == 1 else (*lead[:-1], 1)
-    return s.expand(*wanted, *s.shape[-2:]).reshape(-1, s.shape[-1]), samples
+    return s.expand(*wanted, positions, -1).reshape(-1, s.shape[-1]).contiguous(), samples
 
 
 def _index(to_keys: Callable[[Tensor], Tensor], lead: Sequence[int], positions: int, device: torch.device) -> Tensor:
     """The row of each key, counted from 1. 0: there is none."""
     shape = (*lead, positions)
     numbers = torch.arange(1, 1 + torch.Size(shape).numel(), device=device).view(shape)
-    digits = to_keys(torch.stack((numbers % _DIGIT, numbers // _DIGIT), -1).float()).round().long()
-    return (digits[..., 0] + _DIGIT * digits[..., 1]).flatten()
+    digits = to_keys(torch.stack((numbers % _DIGIT, numbers // _DIGIT % _DIGIT, numbers // _DIGIT**2), -1).float())
+    low, middle, high = digits.round().long().unbind(-1)
+    return (low + _DIGIT * (middle + _DIGIT * high)).flatten()
 
 
 def _conditions(

@@ -133,6 +133,11 @@ _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default
 """True inside a larger call that is replayed as a whole, or may be."""
 
 
+def in_loop() -> bool:
+    """Return whether a `loop` runs."""
+    return _loop.get() is not None
+
+
 @contextlib.contextmanager
 def _within_a_whole() -> Iterator[None]:
     token = _inside.set(True)

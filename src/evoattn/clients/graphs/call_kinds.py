@@ -138,8 +138,9 @@ class CallKind:
         of weights, and stands for calls in this run alone. Without one it casts weights at each replay.
         """
         self.drop()
-        # Replays write the weights of other modules into a shared recording: it must read nothing that is made of weights.
-        kept = keeping.nothing_kept() if shared else contextlib.nullcontext()
+        # Only a recording that ends with a loop may read what the loop keeps. And replays write the weights of other modules
+        # into a shared one, which must read nothing that is made of weights.
+        kept = keeping.nothing_kept() if shared or loop is None else contextlib.nullcontext()
         try:
             with kept:
                 if shared:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from evoattn.core import guards
 from evoattn.core.devices import installed
-from evoattn.core.keeping import kept
+from evoattn.core.keeping import made_once
 from evoattn.core.problem import dtype_name
 from evoattn.pair.checking import check_tensors, is_recorded
 
@@ -22,6 +22,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, precision: 
     Each float32 matrix becomes two of float16 and a power of two for each row. Three products of these lie on average no
     further from float64 than a product in float32, or than 2^-22, where float32 loses less: with few channels, or one row or
     column. They take half the time of cuBLAS in float32, or less. A row with an infinity or NaN has the result of float32.
+    Where the largest entries of two rows have a product below 2^-121 or above 2^121, a result may be 0 or not finite too early.
     torch computes calls of other dtypes, on other devices, with gradients, and those that it compiles.
 
     Inside `evoattn.nn.sampling()` the weight is split once.
@@ -60,10 +61,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, precision: 
     from evoattn.pair.products import steps
 
     low = precision == "exact"
-    halves = kept(precision, (weight,), lambda: steps.split_weights([weight], low=low))
-    rows = x.reshape(-1, x.shape[-1])
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    return steps.product(steps.split(rows, low=low), halves, bias).view(*x.shape[:-1], weight.shape[0])
+    halves = made_once(precision, (weight,), lambda: steps.split_weights([weight], low=low))
+    rows = steps.split(x.reshape(-1, x.shape[-1]), low=low)
+    return steps.product(rows, halves, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

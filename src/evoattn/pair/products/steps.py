@@ -64,8 +64,8 @@ def split(
     """Split a matrix, or what is computed of its rows.
 
     Args:
-        x: `[R, K]`, with stride 1 along K.
-        a, b: `[R, K]` likewise, or `[R / samples, K]` with kind "adapt".
+        x: `[R, K]`.
+        a, b: `[R, K]` with stride 1 along K, or `[R / samples, K]` with kind "adapt".
         kind: "" splits x; "norm" norm(x); "adapt" norm(x) a + b; "gate" x sigmoid(a); "swiglu" silu(x) a, times b if it is
             given.
         factor: `[K]`, which is multiplied in.
@@ -74,6 +74,7 @@ def split(
         low: whether lo is computed.
         out: halves that are written, or None.
     """
+    x = x if x.stride(-1) == 1 else x.contiguous()
     rows, channels = x.shape
     out = Halves.empty(rows, channels, x.device, low=low) if out is None else out
     block_c = power_of_two(channels)
@@ -114,7 +115,6 @@ def split_weights(weights: Sequence[Tensor], *, factors: Sequence[Tensor | None]
     out = Halves.empty(sum(rows), weights[0].shape[1], weights[0].device, low=low)
     first = 0
     for i, w in enumerate(weights):
-        w = w if w.stride(-1) == 1 else w.contiguous()
         split(w, factor=None if factors is None else factors[i], low=low, out=out.rows(first, rows[i]))
         first += rows[i]
     return out
@@ -165,6 +165,7 @@ def product(
         FAST=cards.capability(out.device) is not None,
     )
     halves = [part for side in (x, w) for part in (side.hi, side.hi if side.lo is None else side.lo, side.unit)]
+    bias, mask = (y if y is None else y.contiguous() for y in (bias, mask))
     others = [x.unit if y is None else y for y in (bias, gate, mask, base)]
     launch_kernel(
         kernels.product_kernel,

@@ -125,6 +125,38 @@ def test_biases_are_arranged_for_kernels() -> None:
     assert diffusion._heads_first(arranged.movedim(1, -1)).data_ptr() == arranged.data_ptr()
 
 
+@torch.no_grad()
+def test_what_samples_and_steps_share_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts to float32 and arranged biases; and one condition for all samples, in the client's own loop alone."""
+    seen: list[Any] = []
+
+    def denoise(self: Any, *, diffusion_conditioning: Any, s_trunk: Tensor, feats: Any, times: Tensor) -> None:
+        condition(self, times, s_trunk.expand(3, -1, -1), s_trunk.expand(3, -1, -1))
+        seen.append(diffusion_conditioning)
+
+    sizes: list[int] = []
+    condition = diffusion.shared_condition(lambda _, *x: sizes.append({len(y) for y in x}.pop()), Count())
+    forward, module = diffusion.conditioned(denoise, Count()), nn.Linear(2, 2)
+    shared = {"token_trans_bias": torch.randn(1, 5, 5, 8).bfloat16(), "c": torch.randn(1, 4).half(), "to_keys": len}
+    call = {"diffusion_conditioning": shared, "s_trunk": torch.randn(1, 5, 4), "feats": {"token_pad_mask": torch.ones(1, 5)}}
+    times = torch.arange(3.0)
+    forward(module, **call, times=times)
+    assert seen.pop() is shared and sizes == [3]
+    monkeypatch.setattr(diffusion, "_may_have_kernels", lambda _: True)
+    with keeping.sampling():
+        for _ in range(2):
+            forward(module, **call, times=times)
+    first_call, second_call = seen
+    assert first_call["c"] is second_call["c"] and first_call["c"].dtype == torch.float32 and first_call["to_keys"] is len
+    bias = first_call["token_trans_bias"]
+    assert bias is second_call["token_trans_bias"] and torch.equal(bias, shared["token_trans_bias"].float())
+    assert bias.stride(2) == 1 and sizes == [3, 3, 3]
+    graphs.loop(lambda _: forward(module, **call, times=times), Count())(nn.ModuleList())
+    assert sizes[-1] == 1
+    with keeping.sampling(), pytest.raises(TypeError):
+        forward(module, shared)  # as the client says it
+
+
 def module_of(version: int) -> Any:
     name = "boltz.model.modules.diffusion" + ("v2" if version == 2 else "")
     kind = pytest.importorskip(name, exc_type=ImportError).AtomDiffusion

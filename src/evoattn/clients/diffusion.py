@@ -156,13 +156,15 @@ def conditioned(original: Callable[..., Any], count: Count) -> Callable[..., Any
         return x if x.dtype == torch.float32 else made_once(name, (x,), x.float)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        shared, trunk = kwargs.get("diffusion_conditioning"), kwargs.get("s_trunk")
-        if not keeps() or not isinstance(shared, dict) or not isinstance(trunk, Tensor) or torch.is_grad_enabled():
+        given: list[Any] = [kwargs.get(name) for name in ("diffusion_conditioning", "s_trunk", "feats")]
+        shared, trunk, feats = given
+        known = isinstance(shared, dict) and isinstance(trunk, Tensor) and isinstance(feats, dict) and "token_pad_mask" in feats
+        if not known or torch.is_grad_enabled() or not _may_have_kernels(self):
             return original(self, *args, **kwargs)
         kwargs["diffusion_conditioning"] = {name: arranged(name, x) for name, x in shared.items()}
-        mask = kwargs["feats"]["token_pad_mask"]  # the host waits for it once in a sampling
-        one_level = trunk.shape[0] == 1 and graphs.in_loop()
-        token = _facts.set(_Facts(one_level, made_once("every token", (mask,), lambda: bool(mask.all()))))
+        mask = feats["token_pad_mask"]  # the host waits for it once in a sampling
+        one_condition = trunk.shape[0] == 1 and graphs.in_loop()
+        token = _facts.set(_Facts(one_condition, made_once("every token", (mask,), lambda: bool(mask.all()))))
         try:
             return original(self, *args, **kwargs)
         finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -64,14 +64,14 @@ def made_once(
     store = _kept.get()
     if store is None:
         return make()
-    key = (name, *map(id, owners))
+    key, tensors = (name, *map(id, owners)), [x for x in owners if isinstance(x, Tensor)]
     entry = store.get(key)
-    if entry is not None and entry[1] == _states(owners) and holds(entry[2]):
+    if entry is not None and entry[1] == states(tensors) and holds(entry[2]):
         return entry[2]  # type: ignore[no-any-return]
     made = make()
     # What a recording computes has its values at each replay alone.
     if not is_capturing():
-        store[key] = (tuple(owners), _states(owners), made)
+        store[key] = (tuple(owners), states(tensors), made)
     return made
 
 
@@ -80,6 +80,6 @@ def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _states(owners: Sequence[Any]) -> list[tuple[int, int]]:
-    """Addresses of tensors, and their versions where torch counts these."""
-    return [(x.data_ptr(), -1 if x.is_inference() else x._version) for x in owners if isinstance(x, Tensor)]
+def states(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Addresses of tensors, and their versions where torch counts these: both change if a tensor is moved or written to."""
+    return [(x.data_ptr(), -1 if x.is_inference() else x._version) for x in tensors]

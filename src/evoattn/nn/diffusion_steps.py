@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from evoattn.core import guards
 from evoattn.core.devices import installed
-from evoattn.core.keeping import is_capturing, keeps, made_once
+from evoattn.core.keeping import is_capturing, keeps, made_once, states
 from evoattn.core.numerics import float32_products
 from evoattn.nn.attention import Attention, attend_masked, heads, mask_arguments
 from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
@@ -76,15 +76,12 @@ class Prepared:
             (own[kind], name, x) for own in self._owns for kind in ("_parameters", "_modules") for name, x in own[kind].items()
         ]
         self.parameters = [x for _, _, x in self._members if isinstance(x, nn.Parameter)]
-        self._versions = self._look()
+        self._states = states(self.parameters)
         self._is_hooked = self._has_hooks()
         is_float = all(x.dtype == torch.float32 for x in self.parameters)
         self._settings = _settings(blocks) if is_float and all(map(_is_plain, blocks)) else set()
         self.is_plain = len(self._settings) == 1
         self._weights: dict[bool, tuple[list[_Block], _Conditions]] = {}
-
-    def _look(self) -> list[tuple[int, int]]:
-        return [(x.data_ptr(), -1 if x.is_inference() else x._version) for x in self.parameters]
 
     def _has_hooks(self) -> bool:
         """Return whether hooks, or forwards of their own, run with the modules."""
@@ -95,7 +92,7 @@ class Prepared:
         """Return whether modules, weights, settings and hooks are as they were."""
         if self._has_hooks() != self._is_hooked or any(members.get(name) is not x for members, name, x in self._members):
             return False
-        return self._look() == self._versions and (not self.is_plain or _settings(self.blocks) == self._settings)
+        return states(self.parameters) == self._states and (not self.is_plain or _settings(self.blocks) == self._settings)
 
     def weights(self, low: bool) -> tuple[list[_Block], _Conditions]:
         """The split weights. low: whether hi is not enough, as it is for TF32."""

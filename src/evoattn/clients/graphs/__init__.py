@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from evoattn.clients.calls import residues
-from evoattn.clients.graphs.call_kinds import Call, CallKind, addresses
+from evoattn.clients.graphs.call_kinds import Call, CallKind
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import Recorder
 from evoattn.clients.graphs.trees import NotCaptured, Spec, flat, same_bits
@@ -323,7 +323,7 @@ class Steps:
 
     def _learn(self, module: nn.Module, known: _Known, kind: CallKind, call: Call) -> Any:
         """Run a call as it is, and record it if one like it came before."""
-        before = addresses(call.tensors)
+        before = keeping.states(call.tensors)
         result = self._original(module, *call.args, **call.kwargs)
         if self._changed(kind.spec, before, call):
             kind.obstacle = "it changes its arguments"
@@ -370,6 +370,6 @@ class Steps:
         """Return whether the arguments of a call are not what they were before it."""
         after: list[Tensor] = []
         try:
-            return flat((call.args, call.kwargs), call.tensors[0].device, after) != spec or addresses(after) != before
+            return flat((call.args, call.kwargs), call.tensors[0].device, after) != spec or keeping.states(after) != before
         except NotCaptured:
             return True

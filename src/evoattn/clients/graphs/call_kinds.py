@@ -31,11 +31,6 @@ GAIN = 0.9
 """A recording is used if a replay takes at most this share of the time of the call itself. Else it is memory for nothing."""
 
 
-def addresses(tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Addresses of tensors, and their versions if torch counts these."""
-    return [(x.data_ptr(), -1 if x.is_inference() else x._version) for x in tensors]
-
-
 class Call(NamedTuple):
     """The arguments of a call, and the tensors in them in the order of `flat`."""
 
@@ -49,11 +44,11 @@ class _Place:
 
     def __init__(self, tensor: Tensor, gone: Callable[[Any], None] | None = None) -> None:
         self._tensor = weakref.ref(tensor, gone)
-        self._at = addresses([tensor])
+        self._at = keeping.states([tensor])
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether it is this very tensor, neither moved nor written to."""
-        return self._tensor() is tensor and self._at == addresses([tensor])
+        return self._tensor() is tensor and self._at == keeping.states([tensor])
 
     def exists(self) -> bool:
         return self._tensor() is not None

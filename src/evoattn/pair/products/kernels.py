@@ -31,7 +31,7 @@ from evoattn.kit.primitives import sigmoid
 from evoattn.kit.rows import load_vector, normalise_tile
 
 
-class Halves(NamedTuple):
+class SplitView(NamedTuple):
     """A split matrix `[R, K]`: hi and lo `[R, K]` in float16, and unit `[R]` in float32. All are contiguous."""
 
     hi: Pointer
@@ -72,7 +72,7 @@ def _shared_row(o_r, sharing):
 
 @kernel
 def split_kernel(
-    x: Rows, a: Rows, b: Rows, factor: Pointer, out: Halves, rows: Number, sharing: Sharing, eps: Number, V: SplitVariant
+    x: Rows, a: Rows, b: Rows, factor: Pointer, out: SplitView, rows: Number, sharing: Sharing, eps: Number, V: SplitVariant
 ) -> None:
     """One program owns BLOCK_R rows. It reads them once, computes what is split, and writes it once."""
     o_r = tl.program_id(0).to(tl.int64) * V.BLOCK_R + tl.arange(0, V.BLOCK_R)
@@ -127,7 +127,7 @@ def _whole(p_hi, p_lo, o_row, o_k, columns, V):
 
 @kernel
 def product_kernel(
-    x: Halves, w: Halves, bias: Pointer, gate: Rows, mask: Pointer, base: Rows, out: Rows,
+    x: SplitView, w: SplitView, bias: Pointer, gate: Rows, mask: Pointer, base: Rows, out: Rows,
     m: Number, n: Specialised, k: Specialised, sharing: Sharing, one: Number, V: ProductVariant,
 ) -> None:  # fmt: skip
     """One program owns a tile `[m, n]` of x w^T, for x `[M, K]` and w `[N, K]`. It writes

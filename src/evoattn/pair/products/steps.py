@@ -38,7 +38,7 @@ class Halves(NamedTuple):
         return Halves(self.hi[part], None if self.lo is None else self.lo[part], self.unit[part])
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """The tile of a product, and `num_warps` and `num_stages` of Triton."""
 
     m: int
@@ -189,28 +189,28 @@ def product(
 class _Choice(NamedTuple):
     """A tile, how many programs of it a processor runs at a time, and its time for each output, relative to the first one's."""
 
-    tile: Tile
+    tile: ProductTile
     resident: int
     slowness: float
 
 
 _TILES = {
     True: (
-        _Choice(Tile(64, 128, 32, 4, 4), 2, 1.0),
-        _Choice(Tile(64, 64, 64, 4, 3), 2, 1.08),
-        _Choice(Tile(32, 64, 64, 4, 3), 3, 1.5),
-        _Choice(Tile(16, 64, 64, 4, 3), 3, 1.9),
+        _Choice(ProductTile(64, 128, 32, 4, 4), 2, 1.0),
+        _Choice(ProductTile(64, 64, 64, 4, 3), 2, 1.08),
+        _Choice(ProductTile(32, 64, 64, 4, 3), 3, 1.5),
+        _Choice(ProductTile(16, 64, 64, 4, 3), 3, 1.9),
     ),
     False: (
-        _Choice(Tile(64, 128, 64, 4, 3), 2, 1.0),
-        _Choice(Tile(64, 64, 64, 4, 4), 2, 1.1),
-        _Choice(Tile(32, 32, 128, 4, 3), 2, 2.3),
+        _Choice(ProductTile(64, 128, 64, 4, 3), 2, 1.0),
+        _Choice(ProductTile(64, 64, 64, 4, 4), 2, 1.1),
+        _Choice(ProductTile(32, 32, 128, 4, 3), 2, 2.3),
     ),
 }
 """By whether lo is multiplied too: the fastest of 71 and 36 tiles for the products of Boltz-2's denoiser on an H100."""
 
 
-def tile_of(m: int, n: int, k: int, device: torch.device, *, low: bool) -> Tile:
+def tile_of(m: int, n: int, k: int, device: torch.device, *, low: bool) -> ProductTile:
     """The tile of a product `[M, K] [N, K]^T` that keeps all processors busy for the shortest time."""
     count, memory = processors(device), cards.shared_memory_limit(device)
 

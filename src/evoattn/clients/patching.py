@@ -144,7 +144,8 @@ class Patch:
         return "\n".join(lines)
 
     def _apply(self, of: Client, parts: Iterable[str]) -> None:
-        """Replace parts of a client, and what was reloaded of those that were replaced before. What others put there stays.
+        """Replace parts of a client. Parts replaced before are replaced again if their module was reloaded; what others put
+        there stays.
 
         All sites are checked first: nothing is half patched.
         """

@@ -59,7 +59,7 @@ def made_once(
         name: of what is made.
         owners: what it is made of. A tensor that was moved or written to counts as another one.
         make: makes it.
-        holds: returns whether what is kept is still right.
+        holds: takes the result of an earlier `make`, and returns whether it is still right.
     """
     store = _kept.get()
     if store is None:

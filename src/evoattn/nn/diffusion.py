@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evoattn.dispatch.axes import fits
-from evoattn.dispatch.checks import check_mask, check_tensors
+from evoattn.dispatch.checks import check_mask
 from evoattn.nn import diffusion_steps
-from evoattn.nn.attention import add_residual, check_input, check_shares
+from evoattn.nn.attention import add_residual, check_input
 from evoattn.nn.initial import Layer, start
-from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
+from evoattn.nn.pair_bias import AdaLN, AttentionPairBias, check_pairs
 from evoattn.nn.project import linear, project
 from evoattn.nn.submodules import call, may_skip
 from evoattn.nn.transition import SwiGLU
@@ -235,10 +235,8 @@ class DiffusionTransformer(Layer):
     def pair_bias(self, z: Tensor) -> Tensor:
         """Compute the pair biases of all blocks, `[no_blocks, *, H, Q, K]`, of z `[*, Q, K, c_z]`."""
         check_input("z", z, 3, self.c_z)
-        return torch.stack([x.movedim(-1, -3) for x in self._projections(z)])
-
-    def _projections(self, z: Tensor) -> list[Tensor]:
-        return project(z, self.layer_norm_z, [block.attention_pair_bias.linear_z for block in self.blocks])
+        projections = [block.attention_pair_bias.linear_z for block in self.blocks]
+        return torch.stack([x.movedim(-1, -3) for x in project(z, self.layer_norm_z, projections)])
 
     def _check(
         self,
@@ -252,21 +250,10 @@ class DiffusionTransformer(Layer):
     ) -> None:
         check_input("a", a, 2, self.c_a)
         check_condition(s, a, self.c_s)
-        if (z is None) == (pair_bias is None):
-            raise ValueError(f"give z or pair_bias, got {'neither' if z is None else 'both'}")
-        lead, queries = tuple(a.shape[:-2]), a.shape[-2]
-        pairs = z.shape[-2:-1] if z is not None else pair_bias.shape[-1:]  # type: ignore[union-attr]
-        keys = queries if to_keys is None or not pairs else pairs[0]
-        if z is not None:
-            check_input("z", z, 3, self.c_z)
-            check_shares("z", z, lead, queries, keys)
-        if pair_bias is not None:
-            check_tensors(pair_bias=pair_bias)
-            shape = (len(self.blocks), *lead, self.no_heads, queries, keys)
-            if pair_bias.ndim != len(shape) or pair_bias.shape[0] != shape[0] or not fits(tuple(pair_bias.shape), shape):
-                raise ValueError(f"pair_bias must broadcast to {list(shape)}, with as many axes, got {list(pair_bias.shape)}")
-        check_mask("mask", mask, (*lead, keys))
-        check_mask("transition_mask", transition_mask, (*lead, queries))
+        keys = a.shape[-2] if to_keys is None else None
+        keys = check_pairs(z, pair_bias, a, self.c_z, self.no_heads, keys, blocks=(len(self.blocks),))
+        check_mask("mask", mask, (*a.shape[:-2], keys))
+        check_mask("transition_mask", transition_mask, tuple(a.shape[:-1]))
 
 
 def check_condition(s: Tensor, a: Tensor, c_s: int) -> None:

@@ -236,21 +236,8 @@ class AttentionPairBias(Layer):
                 raise ValueError(f"keys must have the leading axes of a, {list(a.shape)}, got shape {list(keys.shape)}")
         if to_keys is not None and (self.c_s is None or is_distributed(z)):
             raise ValueError("to_keys must be None in a layer without a condition, and with DTensors")
-        if (z is None) == (pair_bias is None):
-            raise ValueError(f"give z or pair_bias, got {'neither' if z is None else 'both'}")
-        length = (a if keys is None else keys).shape[-2]
-        if to_keys is not None:
-            length = z.shape[-2] if z is not None else pair_bias.shape[-1]  # type: ignore[union-attr]
-        if z is not None:
-            check_input("z", z, 3, self.c_z, distributed=True)
-            check_shares("z", z, tuple(a.shape[:-2]), a.shape[-2], length)
-        if pair_bias is not None:
-            check_tensors(pair_bias=pair_bias)
-            shape = (*a.shape[:-2], self.no_heads, a.shape[-2], length)
-            if pair_bias.ndim != len(shape) or not fits(tuple(pair_bias.shape), shape):
-                raise ValueError(
-                    f"pair_bias must broadcast to {list(shape)} and have as many axes, got shape {list(pair_bias.shape)}"
-                )
+        length = None if to_keys is not None else (a if keys is None else keys).shape[-2]
+        length = check_pairs(z, pair_bias, a, self.c_z, self.no_heads, length, distributed=True)
         check_mask("mask", mask, (*a.shape[:-2], length))
         if (s is None) != (self.c_s is None):
             wanted = "None" if self.c_s is None else "given"
@@ -259,3 +246,40 @@ class AttentionPairBias(Layer):
             check_input("s", s, 2, self.c_s, distributed=True)
             if not fits(tuple(s.shape[:-1]), tuple(a.shape[:-1])):
                 raise ValueError(f"s must broadcast to {[*a.shape[:-1], self.c_s]}, got shape {list(s.shape)}")
+
+
+def check_pairs(
+    z: Tensor | None,
+    pair_bias: Any,
+    a: Tensor,
+    c_z: int,
+    no_heads: int,
+    keys: int | None,
+    *,
+    blocks: tuple[int, ...] = (),
+    distributed: bool = False,
+) -> int:
+    """Raise TypeError or ValueError unless z or pair_bias is given, for the queries of a. Return how many keys it has.
+
+    Args:
+        z, pair_bias, a: as a layer takes them. In front of pair_bias there is an axis of `blocks`, if it is not empty.
+        c_z, no_heads: of the layer.
+        keys: how many there have to be. None: any number.
+        distributed: whether z may be a DTensor.
+    """
+    if (z is None) == (pair_bias is None):
+        raise ValueError(f"give z or pair_bias, got {'neither' if z is None else 'both'}")
+    lead, queries = tuple(a.shape[:-2]), a.shape[-2]
+    if z is not None:
+        check_input("z", z, 3, c_z, distributed=distributed)
+        keys = z.shape[-2] if keys is None else keys
+        check_shares("z", z, lead, queries, keys)
+        return keys
+    check_tensors(pair_bias=pair_bias)
+    given = tuple(pair_bias.shape)
+    if keys is None:
+        keys = given[-1] if given else 1  # a shape without axes is refused below
+    shape = (*blocks, *lead, no_heads, queries, keys)
+    if len(given) != len(shape) or given[: len(blocks)] != blocks or not fits(given, shape):
+        raise ValueError(f"pair_bias must broadcast to {list(shape)} and have as many axes, got shape {list(given)}")
+    return keys

@@ -10,18 +10,21 @@ beside those of torch. The transformer has 24 blocks of 768 channels.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import pathlib
+import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from cuda_graphs import captured, milliseconds
+from prediction_programs import tf32
 from torch import Tensor
 
 from evoattn.bench import machine
+from evoattn.bench.clock import CudaClock
 from evoattn.nn import DiffusionTransformer, sampling
 from evoattn.nn.diffusion import ThreefoldConditionedTransition
 from evoattn.pair.products import steps
@@ -33,39 +36,17 @@ CONDITIONS = (36864, 768)
 """Those of one product of the conditions of all blocks."""
 
 
-def graph_ms(run: Callable[[], Any], repeats: int = 20) -> float:
-    """Milliseconds of GPU time of a call, replayed as a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for _ in range(3):
-        graph.replay()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) / repeats
+def graph_ms(run: Callable[[], Any]) -> float:
+    """Milliseconds of a call, replayed as a CUDA graph: the median of three rounds."""
+    replay, output = captured(lambda _: run())
+    median = statistics.median(milliseconds(replay, CudaClock(torch.device("cuda")), 3))
+    del output  # which the graph writes
+    return median
 
 
 def error(y: Tensor, true: Tensor) -> float:
     """The relative error of the worst row."""
     return float(((y.double() - true).norm(dim=-1) / true.norm(dim=-1)).max())
-
-
-@contextlib.contextmanager
-def tf32(on: bool) -> Iterator[None]:
-    """Products of TF32 in torch."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = on
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def product_case(m: int, n: int, k: int) -> dict[str, Any]:

@@ -12,12 +12,21 @@ from torch import Tensor, nn
 
 from tests.helpers.dense_layers import MaskedSoftmax
 
-__all__ = ["Dense", "leaves_of"]
+__all__ = ["Dense", "fill_far_from_zero", "leaves_of"]
 
 
 def leaves_of(layer: nn.Module) -> list[Tensor]:
     """The parameters, but for the shift of the norm before a pair bias: one that is the same for all keys changes nothing."""
     return [x for name, x in layer.named_parameters() if name != "layer_norm_z.bias"]
+
+
+def fill_far_from_zero(module: nn.Module, dtype: torch.dtype, seed: int = 1) -> None:
+    """Draw the parameters: weights of norms near 1, products that keep the size of their input."""
+    rng = torch.Generator().manual_seed(seed)
+    for name, x in module.named_parameters():
+        noise = torch.randn(x.shape, generator=rng, dtype=torch.float64)
+        values = 0.3 * noise + name.endswith("weight") if x.ndim == 1 else noise / x.shape[-1] ** 0.5
+        x.data = values.to(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +51,8 @@ class Dense:
 
     def layer(self, dtype: torch.dtype = torch.float64) -> nn.Module:
         """The layer with parameters that are far from 0."""
-        module, rng = self.make(), torch.Generator().manual_seed(1)
-        for name, x in module.named_parameters():
-            noise = torch.randn(x.shape, generator=rng, dtype=torch.float64)
-            values = 0.3 * noise + name.endswith("weight") if x.ndim == 1 else noise / x.shape[-1] ** 0.5
-            x.data = values.to(dtype)
+        module = self.make()
+        fill_far_from_zero(module, dtype)
         return module
 
     def arguments(self, dtype: torch.dtype = torch.float64, empty: bool = True) -> tuple[list[Tensor], Tensor]:

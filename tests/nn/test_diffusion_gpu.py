@@ -9,8 +9,9 @@ import torch
 from cuda_graphs import captured
 from torch import Tensor
 
-from evoattn.nn import DiffusionTransformer, diffusion_steps, sampling
-from evoattn.nn.diffusion import ThreefoldConditionedTransition
+from evoattn.nn import diffusion_steps, sampling
+from tests.nn.transformers import transformer
+from tests.pair.products import error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,15 +19,8 @@ pytestmark = [
 ]
 
 
-def transformer(seed: int = 0, c_a: int = 96, c_s: int = 64, no_blocks: int = 3, threefold: bool = False) -> Any:
-    torch.manual_seed(seed)
-    made = DiffusionTransformer(c_a, c_s, 16, c_a // 4, 4, no_blocks)
-    for block in made.blocks if threefold else ():
-        block.conditioned_transition = ThreefoldConditionedTransition(c_a, c_s, residual=True)
-    for name, x in made.named_parameters():
-        size = x.shape[-1] ** -0.5 if x.ndim > 1 else 0.3
-        x.data = torch.randn(x.shape) * size + (x.ndim == 1 and "norm" in name and name.endswith("weight"))
-    return made.cuda().requires_grad_(False)
+def on_gpu(seed: int = 1, c_a: int = 96, c_s: int = 64, no_blocks: int = 3, threefold: bool = False) -> Any:
+    return transformer(c_a, c_s, 16, 4, no_blocks, threefold=threefold, seed=seed).cuda()
 
 
 def inputs(samples: int, length: int, c_a: int = 96, c_s: int = 64, shared: bool = True) -> list[Tensor]:
@@ -46,10 +40,6 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def error(y: Tensor, true: Tensor) -> float:
-    return ((y.double() - true).norm(dim=-1) / true.norm(dim=-1)).max().item()
-
-
 def double(tensors: list[Tensor]) -> list[Tensor]:
     return [x.double() for x in tensors]
 
@@ -60,7 +50,7 @@ def double(tensors: list[Tensor]) -> list[Tensor]:
 def test_no_further_from_float64_than_the_layers(
     samples: int, length: int, shared: bool, threefold: bool, runs: list[Any]
 ) -> None:
-    layer, tensors = transformer(threefold=threefold), inputs(samples, length, shared=shared)
+    layer, tensors = on_gpu(threefold=threefold), inputs(samples, length, shared=shared)
     plain = layer(*tensors)
     with sampling():
         fused = layer(*tensors, transition_mask=torch.ones(1, 1, length, device="cuda"))
@@ -77,7 +67,7 @@ def test_random_layers(seed: int, runs: list[Any]) -> None:
         return values[int(torch.randint(len(values), (), generator=rng))]
 
     c_a, c_s = pick(32, 48, 64, 96, 128), pick(24, 40, 64, 128)
-    layer = transformer(seed, c_a, c_s, pick(1, 2, 4), bool(seed % 2))
+    layer = on_gpu(seed, c_a, c_s, pick(1, 2, 4), bool(seed % 2))
     tensors = inputs(pick(1, 2, 3), pick(1, 7, 16, 31, 100, 129), c_a, c_s, bool(pick(0, 1)))
     plain = layer(*tensors)
     with sampling():
@@ -87,7 +77,7 @@ def test_random_layers(seed: int, runs: list[Any]) -> None:
 
 
 def test_windows() -> None:
-    layer, length = transformer(), 32
+    layer, length = on_gpu(), 32
 
     def to_keys(x: Tensor) -> Tensor:
         rows = torch.nn.functional.pad(x.flatten(0, 2), (0, 0, 48, 48))
@@ -104,7 +94,7 @@ def test_windows() -> None:
 
 
 def test_tf32_is_that_of_torch() -> None:
-    layer, tensors = transformer(), inputs(1, 152)
+    layer, tensors = on_gpu(), inputs(1, 152)
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
         plain = layer(*tensors)
@@ -117,7 +107,7 @@ def test_tf32_is_that_of_torch() -> None:
 
 
 def test_samples_are_those_of_one_at_a_time() -> None:
-    layer, (a, s, z, mask) = transformer(), inputs(5, 100)
+    layer, (a, s, z, mask) = on_gpu(), inputs(5, 100)
     with sampling():
         together = layer(a, s, z, mask)
         for i in range(5):
@@ -125,7 +115,7 @@ def test_samples_are_those_of_one_at_a_time() -> None:
 
 
 def test_a_graph_has_the_same_bits_and_reads_new_inputs() -> None:
-    layer, (a, s, z, mask) = transformer(), inputs(2, 64)
+    layer, (a, s, z, mask) = on_gpu(), inputs(2, 64)
     bias = layer.pair_bias(z)
     with sampling():
         layer(a, s, mask=mask, pair_bias=bias)
@@ -136,7 +126,7 @@ def test_a_graph_has_the_same_bits_and_reads_new_inputs() -> None:
 
 
 def test_weights_that_change_are_split_anew(runs: list[Any]) -> None:
-    layer, tensors = transformer(), inputs(1, 64)
+    layer, tensors = on_gpu(), inputs(1, 64)
     with sampling():
         before = layer(*tensors)
         for block in layer.blocks:
@@ -148,7 +138,7 @@ def test_weights_that_change_are_split_anew(runs: list[Any]) -> None:
 
 def test_what_the_kernels_leave_to_the_layers(runs: list[Any]) -> None:
     """A hook, autocast, a gradient, float64, a call outside of a sampling, and one under torch.compile."""
-    layer, tensors = transformer(), inputs(1, 48)
+    layer, tensors = on_gpu(), inputs(1, 48)
     layer(*tensors)
     with sampling():
         seen: list[int] = []

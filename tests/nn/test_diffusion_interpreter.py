@@ -25,22 +25,13 @@ else:
 
     interpreter.patch()
 
-    from evoattn.nn import DiffusionTransformer, diffusion_steps
-    from evoattn.nn.diffusion import ThreefoldConditionedTransition
+    from evoattn.nn import diffusion_steps
+    from evoattn.testing import relative_error
+    from tests.nn.transformers import transformer
 
     pytestmark = pytest.mark.usefixtures("poisoned")
 
-    def transformer(threefold: bool) -> Any:
-        made, rng = DiffusionTransformer(16, 12, 8, 8, 2, 2), torch.Generator().manual_seed(1)
-        for block in made.blocks if threefold else ():
-            block.conditioned_transition = ThreefoldConditionedTransition(16, 12, residual=True)
-        for name, x in made.named_parameters():
-            noise = torch.randn(x.shape, generator=rng)
-            x.data = 0.3 * noise + ("norm" in name) if x.ndim == 1 else noise / x.shape[-1] ** 0.5
-        return made.requires_grad_(False)
-
-    def error(y: Tensor, true: Tensor) -> float:
-        return ((y.double() - true).norm() / true.norm()).item()
+    SIZES = (16, 12, 8, 2, 2)  # channels of a, s and z, heads, blocks
 
     def compare(layer: Any, a: Tensor, s: Tensor, z: Tensor, mask: Tensor, to_keys: Any, rows: Tensor | None) -> None:
         bias = layer.pair_bias(z)
@@ -48,20 +39,20 @@ else:
         fused = diffusion_steps.run(diffusion_steps.Prepared(layer.blocks), a, s, bias, mask, to_keys, rows)
         double = [x.double() for x in (a, s, mask, bias)]
         true = layer.double()(*double[:2], mask=double[2], pair_bias=double[3], to_keys=to_keys, transition_mask=rows)
-        assert error(fused, true) <= max(1.5 * error(plain, true), 5e-7)
+        assert relative_error(fused, true) <= max(1.5 * relative_error(plain, true), 5e-7)
 
     def test_two_samples_share_a_condition() -> None:
         rng = torch.Generator().manual_seed(2)
         a, s, z = (torch.randn(shape, generator=rng) for shape in ((1, 2, 9, 16), (1, 1, 9, 12), (1, 1, 9, 9, 8)))
         mask = (torch.arange(9) < 7).float().view(1, 1, 9)
-        compare(transformer(False), a, s, z, mask, None, mask)
+        compare(transformer(*SIZES, threefold=False), a, s, z, mask, None, mask)
 
     def test_tensors_of_any_strides() -> None:
         """The same for all positions, or in turned memory."""
         rng = torch.Generator().manual_seed(4)
         a, z = torch.randn(1, 1, 16, 9, generator=rng).mT, torch.randn(1, 1, 9, 9, 8, generator=rng)
         s, one = torch.randn(1, 1, 12, 1, generator=rng).mT, torch.ones(1, 1, 1)
-        compare(transformer(False), a, s, z, torch.ones(1, 1, 18)[..., ::2], None, 0.5 * one)
+        compare(transformer(*SIZES, threefold=False), a, s, z, torch.ones(1, 1, 18)[..., ::2], None, 0.5 * one)
 
     @pytest.mark.slow
     def test_blocks_are_taken_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,4 +72,4 @@ else:
             rows = torch.nn.functional.pad(x.flatten(0, 2), (0, 0, 4, 4))
             return torch.stack([rows[8 * i : 8 * i + 16] for i in range(3)])[:, None]
 
-        compare(transformer(threefold), a, s, z, mask, to_keys, None)
+        compare(transformer(*SIZES, threefold=threefold), a, s, z, mask, to_keys, None)

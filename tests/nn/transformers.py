@@ -1,0 +1,22 @@
+"""Diffusion transformers with random weights, for tests of their kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from evoattn.nn import DiffusionTransformer
+from evoattn.nn.diffusion import ThreefoldConditionedTransition
+from tests.nn.dense import fill_far_from_zero
+
+__all__ = ["transformer"]
+
+
+def transformer(c_a: int, c_s: int, c_z: int, no_heads: int, no_blocks: int, *, threefold: bool, seed: int = 1) -> Any:
+    """A frozen transformer, whose transitions have three factors if asked for."""
+    made = DiffusionTransformer(c_a, c_s, c_z, c_a // no_heads, no_heads, no_blocks)
+    for block in made.blocks if threefold else ():
+        block.conditioned_transition = ThreefoldConditionedTransition(c_a, c_s, residual=True)
+    fill_far_from_zero(made, torch.float32, seed)
+    return made.requires_grad_(False)

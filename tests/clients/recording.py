@@ -72,7 +72,7 @@ def times(x: Tensor, by: Tensor, more: int = 1) -> Tensor:
 
 
 def recordings(watched: Watched) -> int:
-    return sum(kind.is_recorded for known in watched.steps._known.values() for kind in known.kinds.values())
+    return sum(kind.size is not None for known in watched.steps._known.values() for kind in known.kinds.values())
 
 
 class Block(nn.Module):

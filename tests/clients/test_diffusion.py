@@ -170,7 +170,7 @@ def module_of(version: int) -> Any:
 class Again(Traced):
     """A recorder that does again what the function does, outside of what watches it."""
 
-    def record(self, run: Any, device: torch.device, *, draws: bool = False, keeps_casts: bool = False) -> Any:
+    def record(self, run: Any, device: torch.device, *, draws: bool = False, once: bool = False) -> Any:
         result = run()
 
         def replay() -> None:
@@ -199,7 +199,7 @@ def test_samples_are_those_of_the_client(version: int, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_a_step_of_boltz2_is_one_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps run, and the third is recorded; the denoiser inside is recorded with it."""
+    """Three steps run, and the second is recorded; the denoiser inside is recorded with it. Another sample records nothing."""
     monkeypatch.setattr(graphs, "Recorder", Traced)
     module, sample = module_of(2)
     own, calls = type(module).preconditioned_network_forward, []
@@ -214,10 +214,16 @@ def test_a_step_of_boltz2_is_one_recording(monkeypatch: pytest.MonkeyPatch) -> N
     clients = importlib.import_module("evoattn.clients.boltz").CLIENTS
     layers = tuple(site for site in clients["boltz"].layers if str(site) in sampled)  # others round differently if traced
     monkeypatch.setitem(clients, "boltz", dataclasses.replace(clients["boltz"], layers=layers))
+    with evoattn.patch("boltz", graphs=False):
+        expected = [sample(module, 1, 8, 8, seed) for seed in (3, 4)]
     with evoattn.patch("boltz", graphs=True) as patched:
-        sample(module, 1, 8, 8)
-    steps = patched.steps[f"{there}:DiffusionModule.forward"]
-    assert steps[""] == 5 and len(calls) < 8
+        calls.clear()
+        first_sample = sample(module, 1, 8, 8, 3)
+        steps = dict(patched.steps[f"{there}:DiffusionModule.forward"])
+        assert steps[""] == 5 and len(calls) < 8
+        samples = [first_sample, sample(module, 1, 8, 8, 4)]
+    assert patched.steps[f"{there}:DiffusionModule.forward"][""] == 5 + 8
+    assert all(map(torch.equal, samples, expected))
 
 
 def test_a_module_that_changes_in_a_loop_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

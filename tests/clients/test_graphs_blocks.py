@@ -104,9 +104,9 @@ def test_a_block_that_draws_more_when_it_is_replayed_is_not_replayed() -> None:
     trunk = Trunk()
     replay = call_kinds.CallKind.replay
 
-    def more(self: Any, *args: Any) -> Any:
+    def more(self: Any, *args: Any, **named: Any) -> Any:
         torch.rand(1)
-        return replay(self, *args)
+        return replay(self, *args, **named)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(call_kinds.CallKind, "replay", more)

@@ -24,7 +24,7 @@ def coordinates(module: Any, feats: dict[str, Any], **options: Any) -> Tensor:
     return sample["sample_atom_coords"]  # type: ignore[no-any-return]
 
 
-def second(module: Any, samples: int, steps: int, length: int = 8) -> Tensor:
+def second(module: Any, samples: int, steps: int, length: int = 8, seed: int = 0) -> Tensor:
     """Coordinates that Boltz-2's diffusion samples, of random features."""
     from boltz.model.modules.encodersv2 import get_indexing_matrix, single_to_keys
 
@@ -33,19 +33,19 @@ def second(module: Any, samples: int, steps: int, length: int = 8) -> Tensor:
     indexing = get_indexing_matrix(windows, 32, 128, torch.device("cpu"))
     to_keys = functools.partial(single_to_keys, indexing_matrix=indexing, W=32, H=128)
     feats = {
-        "ref_pos": draw(1, 1, atoms, 3),
+        "ref_pos": draw(10 * seed + 1, 1, atoms, 3),
         "atom_pad_mask": torch.ones(1, atoms),
         "token_pad_mask": torch.ones(1, tokens),
         "atom_to_token": nn.functional.one_hot(torch.arange(atoms) % tokens, tokens)[None],
         "record": [object()],
     }
     conditioning = {
-        "q": draw(2, 1, atoms, 16),
-        "c": draw(3, 1, atoms, 16),
+        "q": draw(10 * seed + 2, 1, atoms, 16),
+        "c": draw(10 * seed + 3, 1, atoms, 16),
         "to_keys": to_keys,
-        "atom_enc_bias": draw(4, 1, windows, 32, 128, 4),
-        "atom_dec_bias": draw(5, 1, windows, 32, 128, 4),
-        "token_trans_bias": draw(6, 1, tokens, tokens, 4),
+        "atom_enc_bias": draw(10 * seed + 4, 1, windows, 32, 128, 4),
+        "atom_dec_bias": draw(10 * seed + 5, 1, windows, 32, 128, 4),
+        "token_trans_bias": draw(10 * seed + 6, 1, tokens, tokens, 4),
     }
     return coordinates(
         module,
@@ -54,8 +54,8 @@ def second(module: Any, samples: int, steps: int, length: int = 8) -> Tensor:
         multiplicity=samples,
         max_parallel_samples=None,
         steering_args=dict.fromkeys(("fk_steering", "physical_guidance_update", "contact_guidance_update"), False),
-        s_trunk=draw(7, 1, tokens, 8),
-        s_inputs=draw(8, 1, tokens, 8),
+        s_trunk=draw(10 * seed + 7, 1, tokens, 8),
+        s_inputs=draw(10 * seed + 8, 1, tokens, 8),
         diffusion_conditioning=conditioning,
     )
 
@@ -112,8 +112,8 @@ def test_samples_of_boltz_have_the_same_bits_with_graphs(version: int, monkeypat
         result = [sample(module, *call) for call in calls]
     assert all(map(torch.equal, result, expected))
     steps = patched.steps[f"{name}:DiffusionModule.forward"]
-    eager = 3 if version == 2 else 4
-    assert steps[""] == 3 * (6 - eager)
+    eager = 3 if version == 2 else 4  # the first step of Boltz-1 fills its cache
+    assert steps[""] == 2 * (6 - eager) + 6 - (version == 1), "the recording of the first sample is kept for the third"
     assert patched.calls == 3 * 6 * 3
 
 

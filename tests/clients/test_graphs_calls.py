@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
 
 from evoattn.clients import graphs
-from evoattn.clients.graphs import FIRST, trees
+from evoattn.clients.graphs import FIRST, call_kinds, trees
 from evoattn.clients.site import Count
-from tests.clients.recording import OF_ATTENTION, Watched, draw, recordings
+from evoattn.core import keeping
+from tests.clients.recording import OF_ATTENTION, Denoiser, Watched, draw, recordings
 
 
 def test_what_is_read_of_objects(watched: Watched) -> None:
@@ -174,28 +175,92 @@ def test_a_module_that_is_gone_takes_its_recordings_along(watched: Watched) -> N
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_recordings_are_dropped_after_the_loop(watched: Watched, fails: bool) -> None:
-    """What comes after a diffusion needs the memory. What is known of the calls stays."""
+@pytest.mark.parametrize("kept", [False, True])
+def test_small_recordings_are_kept_after_the_loop(
+    watched: Watched, kept: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes after a diffusion needs the memory of the large ones. What is known of the calls stays."""
+    if not kept:
+        monkeypatch.setattr(call_kinds, "_MOST_COPIED", 0)
 
-    def sample(self: nn.Module) -> None:
+    def sample(_: object) -> None:
         watched.agrees(10)
         assert recordings(watched) == 1
         if fails:
             raise KeyError("fails")
 
-    parent = nn.ModuleList([watched.module, nn.Linear(1, 1)])
     run = graphs.loop(sample, Count())
     for predictions in (1, 2):
         watched.z = draw(predictions)
         with pytest.raises(KeyError) if fails else contextlib.nullcontext():
-            run(parent)
-        assert recordings(watched) == 0 and watched.recorder.recorded == predictions
-        assert watched.replayed == predictions * 7
+            run(object())
+        assert recordings(watched) == kept and watched.recorder.recorded == (1 if kept else predictions)
+        assert watched.replayed == (predictions * 10 - 3 if kept else predictions * 7)
+
+
+def test_recordings_that_fail_are_not_tried_again(watched: Watched) -> None:
     watched.recorder.fails = RuntimeError("no more")
     for _ in range(2):
         watched.agrees(4)
-        graphs.loop(lambda self: None, Count())(parent)
-    assert watched.count.passed_on["it cannot be recorded: RuntimeError: no more"] == 8 - 1, "not tried again"
+        graphs.loop(lambda self: None, Count())(object())
+    assert watched.count.passed_on["it cannot be recorded: RuntimeError: no more"] == 8 - 2, "not tried again"
+
+
+def test_what_a_loop_shares_is_copied_once(watched: Watched) -> None:
+    """A run may share other tensors than the one before, but none that moves in a run."""
+    run = graphs.loop(lambda _: watched.agrees(8), Count())
+    run(object())
+    count = watched.replayed
+    watched.z = draw(7)
+    run(object())
+    assert (watched.replayed - count, watched.recorder.recorded) == (8, 1)
+
+    def moving(_: object) -> None:
+        for turn in range(8):
+            watched.z = draw(turn)
+            watched.agrees(1)
+
+    graphs.loop(moving, Count())(object())
+    assert watched.recorder.recorded == 2
+    watched.z.mul_(2)
+    run(object())
+
+
+def test_weights_that_change_between_loops_are_seen(watched: Watched) -> None:
+    run = graphs.loop(lambda _: watched.agrees(8), Count())
+    run(object())
+    with torch.no_grad():
+        watched.module.first.weight.mul_(2)
+    run(object())
+    assert watched.recorder.recorded == 2
+
+
+def test_a_recording_of_tensors_without_versions_is_not_kept(watched: Watched) -> None:
+    with torch.inference_mode():
+        watched.z = draw(3)
+
+        def sample(_: object) -> None:
+            watched.agrees(8)
+            watched.z.mul_(2)
+            watched.agrees(4)
+
+        graphs.loop(sample, Count())(object())
+        assert recordings(watched) == 0
+
+
+def test_a_fact_that_differs_is_recorded_anew() -> None:
+    """What the host reads of a tensor decides what is recorded."""
+
+    def body(_: Denoiser, x: Tensor, z: Tensor) -> Tensor:
+        return x * 2 if keeping.fact("positive", z, lambda z: bool((z > 0).all())) else x
+
+    watched = Watched(body)
+    watched.z = torch.ones(3, 4)
+    run = graphs.loop(lambda _: watched.agrees(8, watched.z), Count())
+    for value, recorded in ((1, 1), (2, 1), (-1, 2), (-2, 2), (3, 3)):
+        watched.z = torch.full((3, 4), float(value))
+        run(object())
+        assert watched.recorder.recorded == recorded
 
 
 def test_calls_from_two_threads_give_the_same_bits(watched: Watched) -> None:

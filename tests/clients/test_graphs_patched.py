@@ -15,7 +15,7 @@ from evoattn.clients import graphs, patching
 from evoattn.clients.graphs import ELSEWHERE, FIRST
 from evoattn.clients.releases import digest, sources
 from evoattn.clients.site import Client, Count, Site
-from tests.clients.recording import Block, Denoiser, Trunk, Watched, draw, recordings
+from tests.clients.recording import Block, Denoiser, Trunk, draw
 from tests.helpers.recorders import Traced
 
 DENOISER = """
@@ -231,18 +231,6 @@ def test_a_limit_for_pairs_without_a_batch(monkeypatch: pytest.MonkeyPatch) -> N
     with torch.no_grad():
         type("Block", (Block,), {"forward": forward})()(draw(1), torch.ones(3, 1))
     assert asked == [3]
-
-
-def test_a_loop_of_a_module_that_it_is_given(watched: Watched) -> None:
-    """RosettaFold-3's sampler is no module. It is given the one whose parts are recorded."""
-
-    def sample(self: object, *, diffusion_module: nn.Module) -> None:
-        watched.agrees(10)
-        assert recordings(watched) == 1
-
-    parent = nn.ModuleList([watched.module])
-    graphs.loop(sample, Count(), of="diffusion_module")(object(), diffusion_module=parent)
-    assert recordings(watched) == 0 and watched.replayed == 7
 
 
 def test_only_the_transformer_of_tokens_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

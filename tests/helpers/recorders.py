@@ -1,6 +1,7 @@
 """A recorder of steps that needs no GPU: it traces, and replays the operations that it saw, as a CUDA graph does."""
 
 import contextlib
+import contextvars
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -50,14 +51,32 @@ class Traced:
     def set_random_state(self, device: torch.device, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
-    def record(
-        self, run: Callable[[], Any], device: torch.device, *, draws: bool = False, keeps_casts: bool = False
-    ) -> Recording:
+    def record(self, run: Callable[[], Any], device: torch.device, *, draws: bool = False, once: bool = False) -> Recording:
+        recording = self._recording(run, device, draws, once)
+        self.recorded += 1
+        if once:
+            replay: list[Callable[[], object]] = [recording.replay]
+            context = contextvars.copy_context()
+
+            def begin() -> None:
+                again = context.run(self._recording, run, device, draws, once)
+                replay[:] = [again.replay]
+                leaves = (_pytree.tree_leaves(x.result) for x in (recording, again))
+                results.extend((x, y) for x, y in zip(*leaves, strict=True) if isinstance(x, torch.Tensor))
+
+            def both() -> None:
+                replay[0]()
+                for old, new in results:
+                    old.copy_(new)
+
+            results: list[tuple[torch.Tensor, torch.Tensor]] = []
+            return Recording(both, recording.result, begin=begin)
+        return recording
+
+    def _recording(self, run: Callable[[], Any], device: torch.device, draws: bool, once: bool) -> Recording:
         before = torch.get_rng_state()
         torch.clear_autocast_cache()
-        low = torch.autocast(
-            "cpu", torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu"), cache_enabled=keeps_casts
-        )
+        low = torch.autocast("cpu", torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu"), cache_enabled=once)
         try:
             with low, mock.patch.object(proxy_tensor, "disable_autocast_cache", contextlib.nullcontext):
                 return self._record(run, device, draws)
@@ -69,7 +88,6 @@ class Traced:
         scout(run, device, draws)  # which leaves casts of weights in autocast's cache, if that is on
         if self.fails is not None:
             raise self.fails
-        self.recorded += 1
         shape: list[Any] = []
 
         def tensors() -> list[torch.Tensor]:

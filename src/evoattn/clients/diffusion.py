@@ -18,7 +18,7 @@ from evoattn.clients.arguments import ClientsOwn, UnknownArgument
 from evoattn.clients.known import KnownLayer, share
 from evoattn.clients.layers import layer
 from evoattn.clients.site import Count, Site
-from evoattn.core.keeping import keeps, made_once
+from evoattn.core.keeping import fact, keeps, made_once
 from evoattn.nn import diffusion_steps
 from evoattn.nn.diffusion import DiffusionTransformer, ThreefoldConditionedTransition, ToKeys
 
@@ -162,9 +162,9 @@ def conditioned(original: Callable[..., Any], count: Count) -> Callable[..., Any
         if not known or torch.is_grad_enabled() or not _may_have_kernels(self):
             return original(self, *args, **kwargs)
         kwargs["diffusion_conditioning"] = {name: arranged(name, x) for name, x in shared.items()}
-        mask = feats["token_pad_mask"]  # the host waits for it once in a sampling
         one_condition = trunk.shape[0] == 1 and graphs.in_loop()
-        token = _facts.set(_Facts(one_condition, made_once("every token", (mask,), lambda: bool(mask.all()))))
+        every_token = fact("every token", feats["token_pad_mask"], lambda mask: bool(mask.all()))
+        token = _facts.set(_Facts(one_condition, every_token))
         try:
             return original(self, *args, **kwargs)
         finally:

@@ -113,7 +113,6 @@ def _low_precision(self: Any, a: Tensor) -> Tensor:
 
 
 tokens = functools.partial(graphs.step, skip=_attends_atoms)
-_loop = functools.partial(graphs.loop, of="diffusion_module")
 
 
 def _make_triangle(client: Any) -> nn.Module:
@@ -174,7 +173,7 @@ CLIENTS = {
         layers=(*sites(_KNOWN), Site(_UTILS, "Transition")),
         steps=(
             Site(_DIFFUSION, "DiffusionTransformer.forward", tokens),
-            Site(_SAMPLER, "SampleDiffusion.sample_diffusion_like_af3", _loop, counted=False),
+            Site(_SAMPLER, "SampleDiffusion.sample_diffusion_like_af3", graphs.loop, counted=False),
         ),
         known=_KNOWN,
     )

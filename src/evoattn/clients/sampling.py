@@ -34,8 +34,16 @@ def schedule(original: Callable[..., Tensor], count: Count) -> Callable[..., Ten
     return sample_schedule
 
 
-@replacement
-def sampled(
+def sampled(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
+    """Boltz-2's `AtomDiffusion.sample`. If steps are recorded, all of a step but its random numbers is one recording."""
+    advanced = graphs.whole(_advanced)
+    run = replacement(functools.partial(_sampled, advanced))(original, count)
+    run._evoattn_steps = advanced._evoattn_steps  # type: ignore[attr-defined]
+    return run
+
+
+def _sampled(
+    advanced: Callable[..., Tensor],
     self: Any,
     atom_mask: Tensor,
     num_sampling_steps: int | None = None,
@@ -46,8 +54,7 @@ def sampled(
 ) -> Any:
     """Boltz-2's sampling loop without synchronisation of host and GPU. It draws the same random numbers.
 
-    If steps are recorded, all of a step but its random numbers is one recording. The original computes with potentials, contact
-    guidance or forced templates, in training, and if gradients are recorded.
+    The original computes with potentials, contact guidance or forced templates, in training, and if gradients are recorded.
     """
     if self.training or torch.is_grad_enabled() or steers(steering_args, conditions.get("feats")):
         return PassedOn()
@@ -57,10 +64,9 @@ def sampled(
     gammas = torch.where(levels > self.gamma_min, self.gamma_0, 0.0)
     x = levels[0].item() * _drawn((*atom_mask.shape, 3), self.device)
     augmentation = _client("modules.diffusionv2").compute_random_augmentation
-    with graphs.whole(functools.partial(_advanced, self), self.score_model) as advanced:
-        for numbers in _numbers(self, levels.tolist(), gammas.tolist(), x):
-            turn, move = augmentation(x.shape[0], device=x.device, dtype=x.dtype)
-            x = advanced(x, turn, move, _drawn(x.shape, x.device), numbers, atom_mask, chunks, conditions)
+    for numbers in _numbers(self, levels.tolist(), gammas.tolist(), x):
+        turn, move = augmentation(x.shape[0], device=x.device, dtype=x.dtype)
+        x = advanced(self, x, turn, move, _drawn(x.shape, x.device), numbers, atom_mask, chunks, conditions)
     return {"sample_atom_coords": x, "diff_token_repr": None}
 
 

@@ -1,7 +1,7 @@
 """Things that are made of tensors once, and used until a sampling ends: split weights, biases in the layout of kernels.
 
 They are dropped with the sampling, in which their tensors may not change. A write that torch counts, or another tensor in the
-place of one, makes them anew.
+place of one, makes them anew. A CUDA graph that makes them itself keeps them as long as it exists.
 """
 
 from __future__ import annotations
@@ -9,14 +9,37 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 Made = TypeVar("Made")
 
-_kept: contextvars.ContextVar[dict[Any, Any] | None] = contextvars.ContextVar("kept", default=None)
+
+class Fact(NamedTuple):
+    """A value on the host that was read from a tensor, and how it is read."""
+
+    tensor: Tensor
+    read: Callable[[Tensor], Any]
+    value: Any
+
+
+class _Store(dict[Any, Any]):
+    """What a sampling keeps.
+
+    Attributes:
+        facts: of tensors, by name and tensor.
+        records: whether a graph is recorded that makes things once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.facts: dict[tuple[str, int], tuple[list[tuple[int, int]] | None, Fact]] = {}  # None: whatever is written to it
+        self.records = False
+
+
+_kept: contextvars.ContextVar[_Store | None] = contextvars.ContextVar("kept", default=None)
 
 
 @contextlib.contextmanager
@@ -27,7 +50,7 @@ def sampling() -> Iterator[None]:
     layers on one stream. What was made of a weight stays until the end, also of one that the caller has dropped. A sampling
     inside of another one shares what that has. Recordings of CUDA graphs inside read what is kept: drop them with it.
     """
-    token = _kept.set({}) if _kept.get() is None else None
+    token = _kept.set(_Store()) if _kept.get() is None else None
     try:
         yield
     finally:
@@ -69,10 +92,59 @@ def made_once(
     if entry is not None and entry[1] == states(tensors) and holds(entry[2]):
         return entry[2]  # type: ignore[no-any-return]
     made = make()
-    # What a recording computes has its values at each replay alone.
-    if not is_capturing():
+    if may_keep():
         store[key] = (tuple(owners), states(tensors), made)
     return made
+
+
+def may_keep() -> bool:
+    """Return whether what is made now may be used by later steps. What a graph computes has its values at each replay alone."""
+    store = _kept.get()
+    return not is_capturing() or (store is not None and store.records)
+
+
+@contextlib.contextmanager
+def made_by_a_graph() -> Iterator[dict[Any, Any]]:
+    """Let what is made until the block ends be kept, while a graph is recorded that makes it at each replay.
+
+    The running sampling drops what it has, so that weights are not split twice, and has what the graph made. So has the result.
+    """
+    store, made = _kept.get(), dict[Any, Any]()
+    if store is None:
+        yield made
+        return
+    store.clear()
+    store.records = True
+    try:
+        yield made
+        made.update(store)
+    except BaseException:
+        store.clear()
+        raise
+    finally:
+        store.records = False
+
+
+def fact(name: str, tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
+    """Return what `read` returns of a tensor. It waits for the GPU once in a sampling."""
+    store = _kept.get()
+    if store is None:
+        return read(tensor)
+    found = store.facts.get((name, id(tensor)))
+    if found is None or found[0] not in (None, states((tensor,))):
+        found = store.facts[name, id(tensor)] = (states((tensor,)), Fact(tensor, read, read(tensor)))
+    return found[1].value
+
+
+def facts_of(tensor: Tensor, copy: Tensor) -> list[Fact]:
+    """The facts that a sampling has read of a tensor. It takes them for those of a copy from now on."""
+    store = _kept.get()
+    if store is None:
+        return []
+    found = {key: known for key, (_, known) in store.facts.items() if known.tensor is tensor}
+    for (name, _), known in found.items():
+        store.facts[name, id(copy)] = (None, known._replace(tensor=copy))
+    return list(found.values())
 
 
 def is_capturing() -> bool:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from evoattn.core import guards
 from evoattn.core.devices import installed
-from evoattn.core.keeping import is_capturing, keeps, made_once, states
+from evoattn.core.keeping import keeps, made_once, may_keep, states
 from evoattn.core.numerics import float32_products
 from evoattn.nn.attention import Attention, attend_masked, heads, mask_arguments
 from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
@@ -99,7 +99,7 @@ class Prepared:
         found = self._weights.get(low)
         if found is None:
             found = _split(self.blocks, low)
-            if not is_capturing():
+            if may_keep():
                 self._weights[low] = found
         return found
 

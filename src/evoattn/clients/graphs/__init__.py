@@ -45,7 +45,10 @@ ELSEWHERE = "not on a GPU"
 """The reason for calls that were not replayed on a machine without a GPU."""
 
 _RECORDED = 4
-"""Recordings kept for one function. Each has a memory pool, with the weights as autocast casts them."""
+"""Recordings kept for one function. Each has a memory pool, with the weights as autocast casts or as layers split them."""
+
+_MOST_BYTES = 4 << 30
+"""Bytes of them all. The newest is kept, whatever its size."""
 
 _MOST = 512
 """Residues up to which blocks are recorded: the GPU sets the pace of more. A guess."""
@@ -100,34 +103,39 @@ def step(
     return forward
 
 
-def loop(original: Callable[..., Any], count: Count, *, of: str | None = None) -> Callable[..., Any]:
-    """A method that calls a step of its own children, or of those of its argument `of`, many times with the same weights.
+def loop(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
+    """A method that calls steps many times with the same weights.
 
-    Recordings inside may keep weights as autocast has cast them, or as layers have split them (`core.keeping`). Recordings of
-    the modules are dropped afterwards: what comes next needs the memory, and may have other weights.
+    Recordings inside may keep weights as autocast has cast them, or as layers have split them (`core.keeping`). Small ones stay
+    for another run, which has them cast and split the weights anew. Large ones are dropped: what comes next needs the memory.
 
-    Modules may not change in a loop. They are compared with their earlier state until a replay stands for a call, and once more
+    Modules may not change in a run. They are compared with their earlier state until a replay stands for a call, and once more
     at the end: looking at each step takes as long as a third of a step.
     """
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _loop.set(object())
+        this = _Run()
+        token = _loop.set(this)
         try:
             with keeping.sampling():
                 return original(self, *args, **kwargs)
         finally:
-            if not torch.compiler.is_compiling():
-                owner = self if of is None else kwargs.get(of)
-                for module in () if owner is None else owner.children():
-                    if (steps := _steps_of(type(module).forward)) is not None:
-                        steps.end(module)
+            for steps, module in this.called.values():
+                steps.end(module)
             _loop.reset(token)
 
     return run
 
 
-_loop: contextvars.ContextVar[object | None] = contextvars.ContextVar("loop", default=None)
-"""Stands for the run of a `loop` that a call is in."""
+class _Run:
+    """The run of a `loop`, with the steps that it called and their modules."""
+
+    def __init__(self) -> None:
+        self.called: dict[tuple[int, int], tuple[Steps, nn.Module]] = {}
+
+
+_loop: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("loop", default=None)
+"""The run that a call is in."""
 
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)
 """True inside a larger call that is replayed as a whole, or may be."""
@@ -158,24 +166,21 @@ def _steps_of(function: Callable[..., Any]) -> Steps | None:
     return getattr(function, "_evoattn_steps", None)
 
 
-@contextlib.contextmanager
-def whole(function: Callable[..., Any], module: nn.Module) -> Iterator[Callable[..., Any]]:
-    """The function that a `loop` calls at each step, recorded as a whole.
+def whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that a `loop` calls at each step, recorded as a whole.
 
     Steps that it calls are not recorded themselves then. Where it cannot be recorded, they are.
 
     Args:
-        function: draws no random numbers.
-        module: the one that it calls. Recordings are dropped afterwards.
+        function: takes a module first. It draws no random numbers, and nobody writes to what all steps of a run share.
     """
-    if _loop.get() is None:
-        yield function
-        return
-    steps = Steps(lambda _, *args: function(*args), Count(), Recorder(), whole=True)
-    try:
-        yield lambda *args: steps.call(module, args, {})
-    finally:
-        steps.end(module)
+    steps = Steps(function, Count(), Recorder(), whole=True)
+
+    def run(module: nn.Module, *args: Any) -> Any:
+        return function(module, *args) if _loop.get() is None else steps.call(module, args, {})
+
+    run._evoattn_steps = steps  # type: ignore[attr-defined]
+    return run
 
 
 Kinds = collections.OrderedDict[Any, CallKind]
@@ -213,7 +218,7 @@ class Steps:
         whole: bool = False,
     ) -> None:
         self._original, self._count, self._recorder, self._shared = original, count, recorder, shared
-        self._repeated = _within_a_whole if whole else repeated
+        self._repeated, self._is_whole = _within_a_whole if whole else repeated, whole
         self._instead = instead or {}
         self._lock = threading.RLock()
         self._clock = itertools.count(1)
@@ -226,7 +231,7 @@ class Steps:
             self._kinds.clear()
 
     def end(self, module: nn.Module) -> None:
-        """Drop the recordings of a module at the end of a loop, but not what is known of its calls."""
+        """Drop the large recordings of a module at the end of a loop, but not what is known of its calls."""
         with self._lock:
             known = self._known.get(module)
             if known is None:
@@ -238,7 +243,7 @@ class Steps:
                     stacklevel=3,
                 )
             for kind in known.kinds.values():
-                kind.drop()
+                kind.end_loop()
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _inside.get():  # a recording counts it as replayed
@@ -248,17 +253,20 @@ class Steps:
         if why:
             self._count.count_passed_on(why)
             return self._original(module, *args, **kwargs)
+        run = _loop.get()
+        if run is not None:
+            run.called[id(self), id(module)] = self, module
         recorded = kwargs | {name: value for name, value in self._instead.items() if name in kwargs}
         # Autocast's cache belongs to all threads: none may find casts there that are being recorded and not computed yet.
         with self._lock:
             call = Call(args, recorded, [])
             why, known, kind = self._classify(module, call)
             if known is not None and kind is not None and not why:
-                stands = kind.stands_for(call.tensors, _loop.get())
+                stands = kind.stands_for(call.tensors, run)
                 if stands and kind.checked:
-                    result = kind.replay(call.tensors, known.seen)
+                    result = kind.replay(call.tensors, known.seen, run)
                     kind.count()
-                    known.trusted = _loop.get()
+                    known.trusted = run
                     self._count.count_replaced()
                     return result
                 self._count.count_passed_on(FIRST)
@@ -328,11 +336,17 @@ class Steps:
         if self._changed(kind.spec, before, call):
             kind.obstacle = "it changes its arguments"
         elif known.is_left_alone() and kind.is_ready(call.tensors):
-            kind.record(self._recorder, self._original, module, call, self._shared, _loop.get())
-            kinds = {kind for known in self._known.values() for kind in known.kinds.values() if kind.is_recorded}
-            for oldest in sorted(kinds, key=lambda x: x.used)[:-_RECORDED]:
-                oldest.drop()
+            kind.record(self._recorder, self._original, module, call, self._shared, _loop.get(), self._is_whole)
+            self._drop_oldest()
         return result
+
+    def _drop_oldest(self) -> None:
+        kinds = {kind for known in self._known.values() for kind in known.kinds.values() if kind.size is not None}
+        size = 0
+        for place, kind in enumerate(sorted(kinds, key=lambda x: -x.used)):
+            size += kind.size or 0
+            if place >= _RECORDED or (place and size > _MOST_BYTES):
+                kind.drop()
 
     def _compare(self, module: nn.Module, known: _Known, kind: CallKind, call: Call) -> Any:
         """Run a call as it is, and a replay beside it.
@@ -350,12 +364,12 @@ class Steps:
             if not all(map(same_bits, before, call.tensors)):  # written to where torch counts no versions
                 raise NotCaptured("it changes its arguments")
             recorder.set_random_state(device, undrawn)
-            kind.replay(call.tensors, known.seen)  # the first one also loads the graph
+            kind.replay(call.tensors, known.seen, _loop.get(), begins=True)  # the first one also loads the graph
             if not torch.equal(recorder.random_state(device), drawn):
                 raise NotCaptured("it draws other random numbers")
             recorder.set_random_state(device, undrawn)
             between = recorder.seconds(device)
-            replayed = kind.replay(call.tensors, known.seen)
+            replayed = kind.replay(call.tensors, known.seen, _loop.get())
             kind.check(result, replayed, device, middle - start, recorder.seconds(device) - between)
         except Exception as error:  # there may be no memory for another result: the caller has one already
             kind.refuse(error)

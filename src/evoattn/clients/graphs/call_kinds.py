@@ -17,12 +17,16 @@ from evoattn.clients.graphs.recorder import Recorder, Recording
 from evoattn.clients.graphs.trees import NotCaptured, Spec, copied, flat, nested, room_for, same_bits
 from evoattn.clients.site import Count, taped
 from evoattn.core import keeping
+from evoattn.dispatch.axes import narrow_expanded
 
 _WORTH = 8
 """Replays that pay for a recording, which takes as long as two to four calls."""
 
 _FREE = 3
 """Recordings that need not have paid: the second and the third may copy more than the first."""
+
+_MOST_COPIED = 512 << 20
+"""Bytes of arguments that all calls in a loop share, up to which a recording has copies of them and is kept for other loops."""
 
 _UNLIKE = 3
 """So many calls in a row that share fewer tensors than others before them are recorded none the less, with more copies."""
@@ -60,6 +64,9 @@ class CallKind:
     A recording reads tensors that were the same in two calls where they are. It reads the others from room of its own, into
     which they are copied.
 
+    A recording that is made in the run of a loop, and that is small, has room for all. It is kept for other runs: each copies
+    what its steps share once, and has the recording begin again.
+
     Attributes:
         obstacle: why such calls are never recorded, or "".
         used: when the recording was last used, by a count of calls.
@@ -81,8 +88,11 @@ class CallKind:
         """Forget the recording, which frees its memory."""
         self._recording: Recording | None = None
         self.checked = False
-        self._inputs: list[_Place | Tensor] = []
-        self._loop: object | None = None
+        self._rooms: list[Tensor | None] = []  # of each tensor; None: it is read where it is
+        self._places: list[_Place | None] = []  # of the tensors that all calls share
+        self._facts: list[tuple[int, Callable[[Tensor], Any], Any]] = []  # of tensors: how each is read, and its value
+        self._loop: object | None = None  # the run in which the recording began
+        self._is_kept = False  # for other runs
         self._twin: nn.Module | None = None
         self._weights: list[Tensor] = []
         self._results: list[Tensor] = []
@@ -90,21 +100,31 @@ class CallKind:
         self._calls: list[tuple[Count, str]] = []
 
     @property
-    def is_recorded(self) -> bool:
-        return self._recording is not None
+    def size(self) -> int | None:
+        """Bytes of the recording. None: there is none."""
+        if self._recording is None:
+            return None
+        return self._recording.size + sum(x.nbytes for x in self._rooms if x is not None)
+
+    def end_loop(self) -> None:
+        """Drop a recording that is not kept for other runs of a loop."""
+        if not self._is_kept:
+            self.drop()
 
     def stands_for(self, tensors: list[Tensor], loop: object | None) -> bool:
         """Return whether the recording computes a call of these tensors, in a run of a loop or in none."""
-        if self._recording is None or not self._recording.is_valid() or self._loop not in (None, loop):
+        if self._recording is None or not self._recording.is_valid():
             return False
-        return all(x.holds(y) for x, y in zip(self._inputs, tensors, strict=True) if isinstance(x, _Place))
+        if self._loop not in (None, loop):
+            return loop is not None and self._is_kept and all(read(tensors[i]) == value for i, read, value in self._facts)
+        return all(x is None or x.holds(y) for x, y in zip(self._places, tensors, strict=True))
 
     def is_ready(self, tensors: list[Tensor]) -> bool:
         """Note the tensors of a call that ran as it was. Return whether it may be recorded now."""
         same = {i for i, (x, y) in enumerate(zip(self._last, tensors, strict=False)) if x.holds(y)}
         # If another tensor came while the recorded one is in use, two computations take turns.
-        for i, x in enumerate(self._inputs):
-            if isinstance(x, _Place) and x.exists() and not x.holds(tensors[i]):
+        for i, x in enumerate(self._places):
+            if x is not None and x.exists() and not x.holds(tensors[i]):
                 self._moving.add(i)
         self._last = [_Place(x) for x in tensors]
         self._still = same - self._moving
@@ -126,21 +146,25 @@ class CallKind:
         call: Call,
         shared: bool,
         loop: object | None,
+        only_reads: bool,
     ) -> None:
         """Record a call that has run.
 
-        If it is `shared`, the recording reads the weights of any module of one structure. In the run of a `loop` it keeps casts
-        of weights, and stands for calls in this run alone. Without one it casts weights at each replay.
+        If it is `shared`, the recording reads the weights of any module of one structure. In the run of a `loop` it makes casts
+        of weights once, and stands for calls in such a run alone. Without one it casts weights at each replay.
+
+        only_reads: whether nobody writes to what all calls share. Else a recording is not kept whose tensors do not tell that
+        they were written to.
         """
         self.drop()
-        # Only a recording that ends with a loop may read what the loop keeps. And replays write the weights of other modules
+        # Only a recording of a loop may read what the loop keeps. And replays write the weights of other modules
         # into a shared one, which must read nothing that is made of weights.
         kept = keeping.nothing_kept() if shared or loop is None else contextlib.nullcontext()
         try:
             with kept:
                 if shared:
                     module, loop = self._twin_of(recorder, run, module, call), None
-                self._record(recorder, functools.partial(run, module), call.tensors, shared, loop)
+                self._record(recorder, functools.partial(run, module), call.tensors, shared, loop, only_reads)
         except Exception as error:  # whatever the client, a kernel or CUDA raises: the caller has its result already
             self.refuse(error)
 
@@ -170,7 +194,13 @@ class CallKind:
         self.drop()
 
     def _record(
-        self, recorder: Recorder, run: Callable[..., Any], tensors: list[Tensor], shared: bool, loop: object | None
+        self,
+        recorder: Recorder,
+        run: Callable[..., Any],
+        tensors: list[Tensor],
+        shared: bool,
+        loop: object | None,
+        only_reads: bool,
     ) -> None:
         me = weakref.ref(self)
 
@@ -178,8 +208,11 @@ class CallKind:
             if (kind := me()) is not None:
                 kind.drop()
 
-        read = [x if i in self._still else room_for(x) for i, x in enumerate(tensors)]
-        inputs: list[_Place | Tensor] = [_Place(x, gone) if x is y else x for x, y in zip(read, tensors, strict=True)]
+        still = [tensors[i] for i in self._still]
+        kept = loop is not None and sum(narrow_expanded(x).nbytes for x in still) <= _MOST_COPIED
+        kept = kept and (only_reads or not any(x.is_inference() for x in still))
+        rooms = [None if i in self._still and not kept else room_for(x) for i, x in enumerate(tensors)]
+        read = [x if room is None else room for x, room in zip(tensors, rooms, strict=True)]
         calls: list[tuple[Count, str]] = []
 
         def again() -> Any:
@@ -188,18 +221,34 @@ class CallKind:
             with taped(calls):
                 return run(*args, **kwargs)
 
-        _copy(inputs, tensors)
-        recording = recorder.record(again, tensors[0].device, draws=shared, keeps_casts=loop is not None)
+        _copy(rooms, tensors)
+        facts = [(i, x.read, x.value) for i in sorted(self._still) if kept for x in keeping.facts_of(tensors[i], read[i])]
+        recording = recorder.record(again, tensors[0].device, draws=shared, once=loop is not None)
         results: list[Tensor] = []
         self._result_spec = flat(recording.result, tensors[0].device, results)
         _check_result(self._result_spec)
-        self._recording, self._inputs, self._results, self._calls = recording, inputs, results, calls
-        self._recordings, self._loop = self._recordings + 1, loop
+        self._recording, self._rooms, self._results, self._calls = recording, rooms, results, calls
+        self._places = [_Place(x, None if kept else gone) if i in self._still else None for i, x in enumerate(tensors)]
+        self._facts, self._loop, self._is_kept = facts, loop, kept
+        self._recordings += 1
 
-    def replay(self, tensors: list[Tensor], seen: Seen) -> Any:
-        """Replay the call, and return its result in new tensors. seen: the module that is called."""
+    def replay(self, tensors: list[Tensor], seen: Seen, loop: object | None, begins: bool = False) -> Any:
+        """Replay the call, and return its result in new tensors.
+
+        Args:
+            seen: the module that is called.
+            loop: in whose run it is called.
+            begins: whether to begin again, as in another run.
+        """
         assert self._recording is not None
-        _copy(self._inputs, tensors)
+        if begins or self._loop not in (None, loop):
+            _copy(self._rooms, tensors)
+            if self._is_kept:
+                self._places = [x and _Place(y) for x, y in zip(self._places, tensors, strict=True)]
+                self._loop = loop
+            self._recording.begin()
+        else:
+            _copy([room if place is None else None for room, place in zip(self._rooms, self._places, strict=True)], tensors)
         if self._weights:
             with torch.no_grad():
                 torch._foreach_copy_(self._weights, seen.weights)
@@ -228,8 +277,8 @@ class CallKind:
             self.drop()
 
 
-def _copy(inputs: list[_Place | Tensor], tensors: list[Tensor]) -> None:
-    moved = [(x, y) for x, y in zip(inputs, tensors, strict=True) if isinstance(x, Tensor)]
+def _copy(rooms: list[Tensor | None], tensors: list[Tensor]) -> None:
+    moved = [(x, y) for x, y in zip(rooms, tensors, strict=True) if x is not None]
     copied([x for x, _ in moved], [y for _, y in moved])
 
 

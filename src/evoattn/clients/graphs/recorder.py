@@ -15,16 +15,26 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evoattn.clients.graphs.trees import NotCaptured
+from evoattn.core import keeping
 from evoattn.core.numerics import float32_products
 
 
 @dataclasses.dataclass
 class Recording:
-    """A recorded call: a replay, on the current stream, writes the tensors of the result anew while it `is_valid`."""
+    """A recorded call: a replay, on the current stream, writes the tensors of the result anew while it `is_valid`.
+
+    Args:
+        begin: makes what replays read and do not make: casts of weights, and what else a sampling keeps.
+        kept: that, so that its memory stays.
+        size: bytes of memory.
+    """
 
     replay: Callable[[], object]
     result: Any
     is_valid: Callable[[], bool] = lambda: True
+    begin: Callable[[], object] = lambda: None
+    kept: object = None
+    size: int = 0
 
 
 def modes(kind: str) -> tuple[Any, ...]:
@@ -90,13 +100,12 @@ class Recorder:
     def set_random_state(self, device: torch.device, state: Tensor) -> None:
         torch.cuda.set_rng_state(state, device)
 
-    def record(
-        self, run: Callable[[], Any], device: torch.device, *, draws: bool = False, keeps_casts: bool = False
-    ) -> Recording:
+    def record(self, run: Callable[[], Any], device: torch.device, *, draws: bool = False, once: bool = False) -> Recording:
         """Record a function, on a stream of the recorder's, or raise NotCaptured if that is known to be impossible.
 
-        If it `draws`, each replay draws new random numbers. If it `keeps_casts`, autocast casts weights once, and not at each
-        replay. They must not change then: a write through `.data` changes neither address nor version, so nobody would notice.
+        If it `draws`, each replay draws new random numbers. once: whether the recording makes only at its beginning what a
+        sampling keeps, and autocast's casts of weights. Weights must not change until it begins again: a write through `.data`
+        changes neither address nor version, so nobody would notice.
         """
         current = torch.cuda.current_stream(device)
         side = self._streams.get(device)
@@ -108,40 +117,40 @@ class Recorder:
             with torch.cuda.stream(side):
                 scout(run, device, draws)
                 with self._capture_lock:
-                    return self._record(run, side, keeps_casts)
+                    return self._record(run, side, once)
         finally:
             self.set_random_state(device, before)
             current.wait_stream(side)
 
-    def _record(self, run: Callable[[], Any], side: torch.cuda.Stream, keeps_casts: bool) -> Recording:
-        """A graph that casts its weights, or reads them as autocast has cast them.
+    def _record(self, run: Callable[[], Any], side: torch.cuda.Stream, once: bool) -> Recording:
+        """A graph, and one that makes `once` what the first one reads.
 
-        Autocast keeps the casts of weights until the caller leaves the outermost `torch.autocast`. A graph that read them would
-        then read memory that others have. So the casts are recorded first, with the rest of the call, into the pool of the
-        graph. The second recording finds them in autocast's cache and does not repeat them: 660 weights of Boltz-2's denoiser
-        would be cast at each step, as they are if the caller has autocast keep nothing. Nobody allocates from the pool after
-        that, so the casts stay where they are.
+        Autocast keeps the casts of weights until the caller leaves the outermost `torch.autocast`, and a sampling what its
+        layers made until it ends. A graph that read them would then read memory that others have. So the whole call is
+        recorded twice, into one pool: the first recording makes them, the second one finds them and does not repeat them.
+        Nobody allocates from the pool after that, so they stay where they are.
 
         The same holds for what cuBLAS works in: torch makes it anew in the pool, where nobody frees it under the graph.
         """
         pool, graph, broken = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph(), Recorder._broken
+        before = torch.cuda.memory_allocated(side.device)
 
         def is_valid() -> bool:
             return Recorder._broken == broken
 
-        with _cleared():
-            low = torch.is_autocast_enabled("cuda")
-            if not (keeps_casts and low):
-                uncached = torch.autocast("cuda", torch.get_autocast_dtype("cuda"), enabled=low, cache_enabled=False)
-                with uncached, _capturing(graph, pool, side):
-                    return Recording(graph.replay, run(), is_valid)
-            with torch.autocast("cuda", torch.get_autocast_dtype("cuda"), cache_enabled=True):
-                casts = torch.cuda.CUDAGraph()
-                with _capturing(casts, pool, side):
-                    run()
-                casts.replay()
+        low = torch.autocast("cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), cache_enabled=once)
+        with _cleared(), low:
+            if not once:
                 with _capturing(graph, pool, side):
                     return Recording(graph.replay, run(), is_valid)
+            begin = torch.cuda.CUDAGraph()
+            with keeping.made_by_a_graph() as kept, _capturing(begin, pool, side):
+                run()
+            begin.replay()
+            with _capturing(graph, pool, side):
+                result = run()
+        size = max(0, torch.cuda.memory_allocated(side.device) - before)
+        return Recording(graph.replay, result, is_valid, begin.replay, kept, size)
 
 
 @contextlib.contextmanager

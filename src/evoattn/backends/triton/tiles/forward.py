@@ -58,7 +58,7 @@ def _programs(problem: Problem, block_q: int) -> int:
 
 
 def _hopper_few(problem: Problem, channels: int) -> Tiles | None:
-    """What is measured for few programs on Hopper: one structure in a denoiser. Times of an H200, ms: 16 heads, D = 48."""
+    """Tiles of few programs on Hopper: one structure in a denoiser. Times of an H200, ms, are of 16 heads and D = 48."""
     full, programs = problem.dtype == torch.float32, _programs(problem, 128)
     if problem.pair_bias is None or channels > 64:
         return None

@@ -26,7 +26,7 @@ class Fact(NamedTuple):
 
 
 class _Store(dict[Any, Any]):
-    """What a sampling keeps.
+    """The things that a sampling keeps.
 
     Attributes:
         facts: of tensors, by name and tensor.

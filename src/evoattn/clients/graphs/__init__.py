@@ -34,6 +34,7 @@ from evoattn.clients.calls import residues
 from evoattn.clients.graphs.call_kinds import Call, CallKind
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import Recorder
+from evoattn.clients.graphs.states import is_plain
 from evoattn.clients.graphs.trees import NotCaptured, Spec, flat, same_bits
 from evoattn.clients.site import Count, Site, is_taped, named, repeated
 from evoattn.core import guards, keeping
@@ -166,18 +167,25 @@ def _steps_of(function: Callable[..., Any]) -> Steps | None:
     return getattr(function, "_evoattn_steps", None)
 
 
-def whole(function: Callable[..., Any]) -> Callable[..., Any]:
+def whole(function: Callable[..., Any], part: str) -> Callable[..., Any]:
     """A function that a `loop` calls at each step, recorded as a whole.
 
     Steps that it calls are not recorded themselves then. Where it cannot be recorded, they are.
 
     Args:
         function: takes a module first. It draws no random numbers, and nobody writes to what all steps of a run share.
+        part: the name of the only module inside that it calls. Of the module itself it reads plain attributes.
     """
-    steps = Steps(function, Count(), Recorder(), whole=True)
+    owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+    steps = Steps(lambda inner, _, *args: function(owners[inner](), *args), Count(), Recorder(), whole=True)
 
     def run(module: nn.Module, *args: Any) -> Any:
-        return function(module, *args) if _loop.get() is None else steps.call(module, args, {})
+        if _loop.get() is None:
+            return function(module, *args)
+        inner = getattr(module, part)
+        owners[inner] = weakref.ref(module)
+        read = {name: value for name, value in vars(module).items() if is_plain(value)}
+        return steps.call(inner, ((read, *map(id, vars(type(module)).values())), *args), {})
 
     run._evoattn_steps = steps  # type: ignore[attr-defined]
     return run

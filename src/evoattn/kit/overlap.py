@@ -20,9 +20,13 @@ its stores are visible. The kernels keep two rules:
 No processor has old copies of such results: nobody loads them before they are complete. The inputs of the call may be loaded
 at once. The first kernel of a call is launched the usual way, behind all that is in the stream: the caller's work, and what
 torch copies and clears for this call. Other work between two of these kernels only costs their overlap.
+
+A kernel that waits before its first load can follow any other (`follows`).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -68,19 +72,29 @@ def wait_to_store(WAIT: tl.constexpr):
         _wait()
 
 
+def follows(device: torch.device) -> dict[str, Any]:
+    """Options of a launch that may start before the one before it is complete. Its kernel calls `wait_to_load` first."""
+    return {"launch_pdl": True} if able(device) else {}
+
+
+def able(device: torch.device) -> bool:
+    """Return whether launches can overlap."""
+    return OVERLAPS and (cards.capability(device) or (0, 0)) >= _FIRST_CAPABILITY
+
+
 def overlap(device: torch.device, *chain: tuple[Launch, tuple[Launch, ...]]) -> None:
     """Let the launches of a call overlap if `device` can; otherwise, set that they do not.
 
     `chain` has the launches in the order of the stream, each with those whose results it loads.
     """
-    able = OVERLAPS and (cards.capability(device) or (0, 0)) >= _FIRST_CAPABILITY
+    overlaps = able(device)
     place: dict[Launch, int] = {}
     complete = 0  # how many of them are when the next one starts
     for one, loads in chain:
         early = any(place[other] >= complete for other in loads)
         wait = _TO_LOAD if early else _TO_STORE
-        one.constants["WAIT"] = wait if able else _NEVER
-        if able and place:
+        one.constants["WAIT"] = wait if overlaps else _NEVER
+        if overlaps and place:
             one.constants["launch_pdl"] = True
         if early:
             complete = len(place)

@@ -27,6 +27,7 @@ import triton.language as tl
 
 from evoattn.kit.arguments import Number, Pointer, Specialised, kernel
 from evoattn.kit.norm import Rows
+from evoattn.kit.overlap import wait_to_load
 from evoattn.kit.primitives import sigmoid
 from evoattn.kit.rows import load_vector, normalise_tile
 
@@ -44,8 +45,8 @@ Sharing = namedtuple("Sharing", "positions samples")
 
 SplitVariant = namedtuple(
     "SplitVariant",
-    "C BLOCK_R BLOCK_C NORM ADAPT GATE SWIGLU FACTOR LOW FAST",
-    defaults=[False, False, False, 0, False, True, True],
+    "C BLOCK_R BLOCK_C NORM ADAPT GATE SWIGLU FACTOR LOW FAST WAIT",
+    defaults=[False, False, False, 0, False, True, True, 0],
 )
 """Constants of `split_kernel`. What is split, of rows x, a and b:
 
@@ -53,13 +54,13 @@ NORM: norm(x). With ADAPT, norm(x) a + b.
 GATE: x sigmoid(a).
 SWIGLU: 2, silu(x) a; 3, silu(x) a b.
 FACTOR: x times a factor for each channel.
-LOW: whether lo is wanted. FAST: see `sigmoid`.
+LOW: whether lo is wanted. FAST: see `sigmoid`. WAIT: see `overlap`.
 """
 
 ProductVariant = namedtuple(
     "ProductVariant",
-    "BLOCK_M BLOCK_N BLOCK_K EVEN LOW BIAS SIGMOID GATE MASK RESIDUAL FAST",
-    defaults=[False, False, False, False, False, True],
+    "BLOCK_M BLOCK_N BLOCK_K EVEN LOW BIAS SIGMOID GATE MASK RESIDUAL FAST WAIT",
+    defaults=[False, False, False, False, False, True, 0],
 )
 """Constants of `product_kernel`. EVEN: K is a multiple of BLOCK_K. LOW: whether lo is there, else hi alone is multiplied."""
 
@@ -79,6 +80,7 @@ def split_kernel(
     o_c = tl.arange(0, V.BLOCK_C)
     m_r = o_r < rows
     m_rc = m_r[:, None] & (o_c < V.C)[None, :]
+    wait_to_load(V.WAIT)
     b_x = tl.load(x.p + o_r[:, None] * x.r + o_c[None, :], mask=m_rc, other=0.0).to(tl.float32)  # [r,c]
     if V.NORM:
         b_x, _, _ = normalise_tile(b_x, m_rc, eps, V.C, 1)
@@ -145,6 +147,7 @@ def product_kernel(
     o_n = tl.program_id(0) % group // height * V.BLOCK_N + tl.arange(0, V.BLOCK_N)
     o_k = tl.arange(0, V.BLOCK_K)
     o_mk, o_nk = (o_m % m).to(tl.int64)[:, None] * k, (o_n % n).to(tl.int64)[None, :] * k
+    wait_to_load(V.WAIT)
     b_acc = tl.zeros((V.BLOCK_M, V.BLOCK_N), tl.float32)
     b_low = tl.zeros((V.BLOCK_M, V.BLOCK_N), tl.float32)
     for start in range(0, k, V.BLOCK_K):

@@ -13,6 +13,7 @@ from evoattn.core.sizes import power_of_two
 from evoattn.kit import cards
 from evoattn.kit.launch import launch_kernel
 from evoattn.kit.norm import Rows
+from evoattn.kit.overlap import able, follows
 from evoattn.pair.products import kernels
 
 _TILE_ELEMENTS = 4096
@@ -90,6 +91,7 @@ def split(
         FACTOR=factor is not None,
         LOW=low,
         FAST=cards.capability(x.device) is not None,
+        WAIT=int(able(x.device)),
     )
     views = [Rows(None, 0 if y is None else y.stride(0)) for y in (x, a, b)]
     tensors = (x, *(x if y is None else y for y in (a, b, factor)), out.hi, out.hi if out.lo is None else out.lo, out.unit)
@@ -105,6 +107,7 @@ def split(
         eps=eps,
         V=variant,
         num_warps=8 if block_r * block_c > _TILE_ELEMENTS else 4,
+        **follows(x.device),
     )
     return out
 
@@ -163,6 +166,7 @@ def product(
         MASK=mask is not None,
         RESIDUAL=base is not None,
         FAST=cards.capability(out.device) is not None,
+        WAIT=int(able(out.device)),
     )
     halves = [part for side in (x, w) for part in (side.hi, side.hi if side.lo is None else side.lo, side.unit)]
     bias, mask = (y if y is None else y.contiguous() for y in (bias, mask))
@@ -182,6 +186,7 @@ def product(
         V=variant,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **follows(out.device),
     )
     return out
 

@@ -170,7 +170,7 @@ def module_of(version: int) -> Any:
 class Again(Traced):
     """A recorder that does again what the function does, outside of what watches it."""
 
-    def record(self, run: Any, device: torch.device, *, draws: bool = False, once: bool = False) -> Any:
+    def record(self, run: Any, device: torch.device, *, draws: bool = False, once: bool = False, anew: bool = False) -> Any:
         result = run()
 
         def replay() -> None:

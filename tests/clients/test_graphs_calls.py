@@ -248,6 +248,19 @@ def test_a_recording_of_tensors_without_versions_is_not_kept(watched: Watched) -
         assert recordings(watched) == 0
 
 
+def test_what_a_graph_cannot_make_is_read_where_it_is() -> None:
+    """It is made once in each run of a loop, so the recording ends with the run."""
+
+    def body(_: Denoiser, x: Tensor, z: Tensor) -> Tensor:
+        return x * keeping.made_once("sum", (z,), lambda: torch.tensor(z.sum().item()))
+
+    watched = Watched(body)
+    for turn in (1, 2):
+        watched.z = draw(turn)
+        graphs.loop(lambda _: watched.agrees(8, watched.z), Count())(object())
+        assert (watched.recorder.recorded, watched.replayed, recordings(watched)) == (turn, turn * 5, 0)
+
+
 def test_a_fact_that_differs_is_recorded_anew() -> None:
     """What the host reads of a tensor decides what is recorded."""
 

@@ -51,7 +51,9 @@ class Traced:
     def set_random_state(self, device: torch.device, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
-    def record(self, run: Callable[[], Any], device: torch.device, *, draws: bool = False, once: bool = False) -> Recording:
+    def record(
+        self, run: Callable[[], Any], device: torch.device, *, draws: bool = False, once: bool = False, anew: bool = False
+    ) -> Recording:
         recording = self._recording(run, device, draws, once)
         self.recorded += 1
         if once:

@@ -104,16 +104,22 @@ def may_keep() -> bool:
 
 
 @contextlib.contextmanager
-def made_by_a_graph() -> Iterator[dict[Any, Any]]:
+def made_by_a_graph(anew: bool) -> Iterator[dict[Any, Any]]:
     """Let what is made until the block ends be kept, while a graph is recorded that makes it at each replay.
 
-    The running sampling drops what it has, so that weights are not split twice, and has what the graph made. So has the result.
+    Args:
+        anew: whether the graph makes all that it reads. The running sampling drops what it has, so that weights are not split
+            twice, and takes what the graph made.
+
+    Returns:
+        What the graph reads, once the block has ended.
     """
     store, made = _kept.get(), dict[Any, Any]()
     if store is None:
         yield made
         return
-    store.clear()
+    if anew:
+        store.clear()
     store.records = True
     try:
         yield made

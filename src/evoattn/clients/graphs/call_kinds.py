@@ -82,6 +82,7 @@ class CallKind:
         self._still: set[int] = set()
         self._moving: set[int] = set()
         self._recordings = self._replays = 0
+        self._may_keep = True
         self.drop()
 
     def drop(self, *_: Any) -> None:
@@ -208,9 +209,7 @@ class CallKind:
             if (kind := me()) is not None:
                 kind.drop()
 
-        still = [tensors[i] for i in self._still]
-        kept = loop is not None and sum(narrow_expanded(x).nbytes for x in still) <= _MOST_COPIED
-        kept = kept and (only_reads or not any(x.is_inference() for x in still))
+        kept = loop is not None and self._may_keep and self._fits([tensors[i] for i in self._still], only_reads)
         rooms = [None if i in self._still and not kept else room_for(x) for i, x in enumerate(tensors)]
         read = [x if room is None else room for x, room in zip(tensors, rooms, strict=True)]
         calls: list[tuple[Count, str]] = []
@@ -223,7 +222,14 @@ class CallKind:
 
         _copy(rooms, tensors)
         facts = [(i, x.read, x.value) for i in sorted(self._still) if kept for x in keeping.facts_of(tensors[i], read[i])]
-        recording = recorder.record(again, tensors[0].device, draws=shared, once=loop is not None)
+        try:
+            recording = recorder.record(again, tensors[0].device, draws=shared, once=loop is not None, anew=kept)
+        except NotCaptured:
+            if not kept:
+                raise
+            self._may_keep = False  # what the steps share is made by something that a graph cannot repeat
+            self._record(recorder, run, tensors, shared, loop, only_reads)
+            return
         results: list[Tensor] = []
         self._result_spec = flat(recording.result, tensors[0].device, results)
         _check_result(self._result_spec)
@@ -231,6 +237,12 @@ class CallKind:
         self._places = [_Place(x, None if kept else gone) if i in self._still else None for i, x in enumerate(tensors)]
         self._facts, self._loop, self._is_kept = facts, loop, kept
         self._recordings += 1
+
+    @staticmethod
+    def _fits(still: list[Tensor], only_reads: bool) -> bool:
+        """Return whether a recording may have copies of what all calls of a loop share."""
+        small = sum(narrow_expanded(x).nbytes for x in still) <= _MOST_COPIED
+        return small and (only_reads or not any(x.is_inference() for x in still))
 
     def replay(self, tensors: list[Tensor], seen: Seen, loop: object | None, begins: bool = False) -> Any:
         """Replay the call, and return its result in new tensors.

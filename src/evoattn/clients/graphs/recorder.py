@@ -100,12 +100,15 @@ class Recorder:
     def set_random_state(self, device: torch.device, state: Tensor) -> None:
         torch.cuda.set_rng_state(state, device)
 
-    def record(self, run: Callable[[], Any], device: torch.device, *, draws: bool = False, once: bool = False) -> Recording:
+    def record(
+        self, run: Callable[[], Any], device: torch.device, *, draws: bool = False, once: bool = False, anew: bool = False
+    ) -> Recording:
         """Record a function, on a stream of the recorder's, or raise NotCaptured if that is known to be impossible.
 
         If it `draws`, each replay draws new random numbers. once: whether the recording makes only at its beginning what a
         sampling keeps, and autocast's casts of weights. Weights must not change until it begins again: a write through `.data`
-        changes neither address nor version, so nobody would notice.
+        changes neither address nor version, so nobody would notice. anew: whether it makes all of that, and reads nothing that
+        the running sampling has.
         """
         current = torch.cuda.current_stream(device)
         side = self._streams.get(device)
@@ -117,12 +120,12 @@ class Recorder:
             with torch.cuda.stream(side):
                 scout(run, device, draws)
                 with self._capture_lock:
-                    return self._record(run, side, once)
+                    return self._record(run, side, once, anew)
         finally:
             self.set_random_state(device, before)
             current.wait_stream(side)
 
-    def _record(self, run: Callable[[], Any], side: torch.cuda.Stream, once: bool) -> Recording:
+    def _record(self, run: Callable[[], Any], side: torch.cuda.Stream, once: bool, anew: bool) -> Recording:
         """A graph, and one that makes `once` what the first one reads.
 
         Autocast keeps the casts of weights until the caller leaves the outermost `torch.autocast`, and a sampling what its
@@ -144,7 +147,7 @@ class Recorder:
                 with _capturing(graph, pool, side):
                     return Recording(graph.replay, run(), is_valid)
             begin = torch.cuda.CUDAGraph()
-            with keeping.made_by_a_graph() as kept, _capturing(begin, pool, side):
+            with keeping.made_by_a_graph(anew) as kept, _capturing(begin, pool, side):
                 run()
             begin.replay()
             with _capturing(graph, pool, side):

@@ -40,7 +40,7 @@ def prepared(blocks: Any, *_: Any) -> Any:
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diffusion_steps, "run", by_layers)
     monkeypatch.setattr(diffusion_steps, "prepared", prepared)
-    monkeypatch.setattr(diffusion, "_may_have_kernels", lambda _: keeping.keeps())
+    monkeypatch.setattr(diffusion, "may_have_kernels", lambda _: keeping.keeps())
 
 
 def transformer(version: int, dtype: torch.dtype = torch.float64) -> Any:
@@ -119,10 +119,10 @@ def test_a_cpu_computes_the_clients_own() -> None:
 
 def test_biases_are_arranged_for_kernels() -> None:
     bias = torch.randn(2, 5, 7, 4)
-    arranged = diffusion._heads_first(bias)
+    arranged = diffusion.heads_first(bias)
     assert torch.equal(arranged, bias.movedim(-1, 1))
     assert arranged.stride(-1) == 1 and not any(x % 4 for x in arranged.stride()[:-1])
-    assert diffusion._heads_first(arranged.movedim(1, -1)).data_ptr() == arranged.data_ptr()
+    assert diffusion.heads_first(arranged.movedim(1, -1)).data_ptr() == arranged.data_ptr()
 
 
 @torch.no_grad()
@@ -142,7 +142,7 @@ def test_what_samples_and_steps_share_is_made_once(monkeypatch: pytest.MonkeyPat
     times = torch.arange(3.0)
     forward(module, **call, times=times)
     assert seen.pop() is shared and sizes == [3]
-    monkeypatch.setattr(diffusion, "_may_have_kernels", lambda _: True)
+    monkeypatch.setattr(diffusion, "may_have_kernels", lambda _: True)
     with keeping.sampling():
         for _ in range(2):
             forward(module, **call, times=times)

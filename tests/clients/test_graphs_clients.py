@@ -17,32 +17,10 @@ from evoattn.clients import graphs
 from evoattn.clients.graphs import FIRST
 from evoattn.clients.graphs.recorder import Recorder
 from evoattn.clients.graphs.trees import NotCaptured
+from tests.helpers.denoisers import STEPS, draw, filled, module, openfold3, openfold3_config, protenix, small
 from tests.helpers.recorders import Traced
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
-
-STEPS = 8
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    """The same numbers on each device."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(torch.get_default_device())
-
-
-def filled(device: torch.device, kind: Callable[..., nn.Module], *arguments: Any, **named: Any) -> Any:
-    """A module in eval mode, without a parameter that is 0."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        module = kind(*arguments, **named)
-        for x in module.parameters():
-            x.copy_(0.3 * torch.randn(x.shape, generator=generator))
-    return module.to(device).eval()
-
-
-def module(name: str) -> Any:
-    """A client's module, or the test is skipped."""
-    pytest.importorskip(name.partition(".")[0], reason="the client is not installed", exc_type=ImportError)
-    return pytest.importorskip(name, exc_type=ImportError)
 
 
 @pytest.fixture(autouse=True, params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -120,41 +98,7 @@ LENGTHS = [(2, 9), (2, 14), (2, 9), (1, 14)]
 @pytest.mark.parametrize("client", ["protenix", "opendde"])
 def test_protenix(client: str, layers: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAYERNORM_TYPE", "torch")
-    diffusion, generator = module(f"{client}.model.modules.diffusion"), module(f"{client}.model.generator")
-    blocks = {"n_blocks": 1, "n_heads": 2}
-    denoiser = filled(
-        device, diffusion.DiffusionModule, c_atom=8, c_atompair=4, c_token=16, c_s=12, c_z=8, c_s_inputs=20,
-        atom_encoder=blocks, transformer={"n_blocks": 2, "n_heads": 4}, atom_decoder=blocks,
-    )  # fmt: skip
-    schedule = generator.InferenceNoiseScheduler()
-
-    def sample(samples: int, residues: int) -> Any:
-        atoms = 5 * residues
-        group = torch.arange(atoms) // 5
-        features = {
-            "atom_to_token_idx": group,
-            "ref_pos": draw(1, atoms, 3),
-            "ref_charge": draw(2, atoms),
-            "ref_mask": torch.ones(atoms),
-            "ref_element": draw(3, atoms, 128),
-            "ref_atom_name_chars": draw(4, atoms, 4, 64),
-            "relp": draw(5, residues, residues, 139),
-        }
-        rearrange = module(f"{client}.model.modules.primitives").rearrange_qk_to_dense_trunk
-        both = [features["ref_pos"], group]
-        q, k, features["pad_info"] = rearrange(both, list(both), [-2, -1], [-2, -1], 32, 128, True)
-        features["d_lm"] = q[0][..., None, :] - k[0][..., None, :, :]
-        features["v_lm"] = (q[1][..., None] == k[1][..., None, :]).unsqueeze(-1)
-        pair = denoiser.diffusion_conditioning.prepare_cache(features["relp"], draw(8, residues, residues, 8), False)
-        names = ("ref_pos", "ref_charge", "ref_mask", "ref_element", "ref_atom_name_chars", "atom_to_token_idx")
-        atomic = (features[name] for name in (*names, "d_lm", "v_lm", "pad_info"))
-        p_lm, c_l = denoiser.atom_attention_encoder.prepare_cache(*atomic, "", pair, False)
-        return functools.partial(
-            generator.sample_diffusion, denoise_net=denoiser, input_feature_dict=features, N_sample=samples,
-            s_inputs=draw(7, residues, 20), s_trunk=draw(6, residues, 12), z_trunk=None, pair_z=pair, p_lm=p_lm, c_l=c_l,
-            noise_schedule=schedule(STEPS, torch.get_default_device()), inplace_safe=True, enable_efficient_fusion=True,
-        )  # fmt: skip
-
+    _, sample = protenix(client, device)
     agree(client, f"{client}.model.modules.diffusion:DiffusionModule.forward", LENGTHS, sample, device, layers=layers)
     stack = filled(device, module(f"{client}.model.modules.pairformer").PairformerStack, n_blocks=6, n_heads=2, c_z=8, c_s=12)
 
@@ -169,58 +113,9 @@ def test_protenix(client: str, layers: bool, device: torch.device, monkeypatch: 
     )  # fmt: skip
 
 
-def small(config: Any) -> Any:
-    """OpenFold-3's configuration with few channels, heads and blocks."""
-    widths = {
-        **dict.fromkeys(("c_hidden", "c_hidden_pair_bias", "c_hidden_pair_att", "c_hidden_mul", "c_atom_pair"), 4),
-        **dict.fromkeys(("no_heads", "no_heads_pair_bias", "no_heads_pair", "no_blocks"), 2),
-        "c_s": 12, "c_z": 8, "c_s_input": 20, "c_token": 16, "c_a": 16, "c_atom": 8,
-    }  # fmt: skip
-    for name, value in config.items():
-        if hasattr(value, "items"):
-            small(value)
-        elif name in widths:
-            config[name] = widths[name]
-    return config
-
-
 @pytest.mark.parametrize("layers", [False, True])
 def test_openfold3(layers: bool, device: torch.device) -> None:
-    diffusion = module("openfold3.core.model.structure.diffusion_module")
-    config = module("openfold3.projects.of3_all_atom.config.model_config").model_config.copy_and_resolve_references()
-    config = config.architecture
-    denoiser = filled(device, diffusion.DiffusionModule, small(config.diffusion_module))
-    sampler = diffusion.SampleDiffusion(**config.sample_diffusion, diffusion_module=denoiser).eval()
-
-    def sample(samples: int, residues: int) -> Any:
-        counts = torch.tensor([3 + i % 4 for i in range(residues)])
-        group, token = torch.repeat_interleave(torch.arange(residues), counts), torch.arange(residues)
-        atoms = len(group)
-        features = {
-            "token_mask": torch.ones(residues),
-            "atom_mask": (torch.arange(atoms) < atoms - 2).float(),
-            "num_atoms_per_token": counts,
-            "atom_to_token_index": group,
-            "ref_pos": draw(1, atoms, 3),
-            "ref_charge": draw(2, atoms),
-            "ref_mask": torch.ones(atoms),
-            "ref_element": draw(3, atoms, 119),
-            "ref_atom_name_chars": draw(4, atoms, 4, 64),
-            "ref_space_uid": group.clone(),
-            "cyclic_mask": torch.zeros(residues, dtype=torch.bool),
-            "residue_index": token,
-            "token_index": token.clone(),
-            "asym_id": token // 5,
-            "entity_id": token * 0,
-            "sym_id": token // 5,
-        }
-        s, s_input, z = draw(6, 1, 1, residues, 12), draw(7, 1, 1, residues, 20), draw(8, 1, 1, residues, residues, 8)
-        levels = diffusion.create_noise_schedule(STEPS, 16, 160.0, 4e-4, 7, torch.float32, torch.get_default_device())
-        return functools.partial(
-            sampler, batch={"query_id": ["x"], **{name: x[None, None] for name, x in features.items()}},
-            si_input=s_input, si_trunk=s, zij_trunk=z, noise_schedule=levels, no_rollout_samples=samples,
-        )  # fmt: skip
-
+    _, sample = openfold3(device)
     agree(
         "openfold3",
         "openfold3.core.model.structure.diffusion_module:DiffusionModule.forward",
@@ -229,7 +124,7 @@ def test_openfold3(layers: bool, device: torch.device) -> None:
         device,
         layers=layers,
     )
-    shape = small(config.pairformer)
+    shape = small(openfold3_config().pairformer)
     shape.no_blocks = 6
     stack = filled(device, module("openfold3.core.model.latent.pairformer").PairFormerStack, **shape)
 

@@ -73,8 +73,8 @@ def _call_boltz2(
     """The bias is `[B, Q, K, layers H]`, and is shared by so many samples as `multiplicity` says."""
     if use_uniform_bias:
         raise UnknownArgument("a bias that all layers of a diffusion transformer share")
-    fused = _prepared(transformer, a, s, mask, bias)
-    biases = _heads_first(bias).unflatten(1, (len(transformer.blocks), -1)).transpose(0, 1)
+    fused = prepared(transformer, a, s, mask, bias)
+    biases = heads_first(bias).unflatten(1, (len(transformer.blocks), -1)).transpose(0, 1)
     return _run(fused, a, s, mask, to_keys, multiplicity, biases)
 
 
@@ -93,17 +93,17 @@ def _call_boltz1(
     def bias_of(number: int, block: Any) -> Tensor:
         cache = {} if model_cache is None else model_cache.setdefault(f"layer_{number}", {})
         if "z" not in cache:
-            cache["z"] = _heads_first(block.attention_pair_bias.pair_bias(z).movedim(-3, -1))
+            cache["z"] = heads_first(block.attention_pair_bias.pair_bias(z).movedim(-3, -1))
         return cache["z"]
 
-    fused = _prepared(transformer, a, s, mask)
+    fused = prepared(transformer, a, s, mask)
     return _run(fused, a, s, mask, to_keys, multiplicity, [bias_of(i, x) for i, x in enumerate(transformer.blocks)])
 
 
-def _prepared(transformer: Any, *tensors: Tensor) -> diffusion_steps.Prepared:
+def prepared(transformer: Any, a: Tensor, s: Tensor, *others: Tensor | None) -> diffusion_steps.Prepared:
     """Return what the kernels need for a call. An exception leaves one to the client that they do not take."""
-    found = diffusion_steps.prepared(transformer.blocks, *tensors)
-    if found is None and tensors[0].is_cuda:
+    found = diffusion_steps.prepared(transformer.blocks, a, s, *others)
+    if found is None and a.is_cuda:
         raise UnknownArgument("a diffusion transformer that is not sampled in float32")
     if found is None:
         raise ClientsOwn
@@ -135,14 +135,19 @@ def _run(
     return result.flatten(0, 1)
 
 
-def _heads_first(bias: Tensor) -> Tensor:
-    """A bias `[B, Q, K, H]` as `[B, H, Q, K]` with rows of keys that start on multiples of 16 bytes. A copy if need be."""
-    turned = bias.movedim(-1, 1)
+def heads_first(bias: Tensor) -> Tensor:
+    """A bias `[*, Q, K, H]` as `[*, H, Q, K]` with rows of keys that start on multiples of 16 bytes. A copy if need be."""
+    turned = bias.movedim(-1, -3)
     if turned.stride(-1) == 1 and not any(stride % _ALIGNED for stride in turned.stride()[:-1]):
         return turned
     *lead, keys = turned.shape
     made = torch.empty((*lead, keys + -keys % _ALIGNED), dtype=bias.dtype, device=bias.device)[..., :keys]
     return made.copy_(turned)
+
+
+def attends_to_all(mask: Tensor) -> bool:
+    """Return whether a mask leaves nothing out. The host waits for it once in a sampling."""
+    return fact("every token", mask, lambda x: bool(x.all()))
 
 
 def conditioned(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
@@ -152,19 +157,18 @@ def conditioned(original: Callable[..., Any], count: Count) -> Callable[..., Any
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         if name == "token_trans_bias":
-            return made_once(name, (x,), lambda: _heads_first(x.float()).movedim(1, -1))
+            return made_once(name, (x,), lambda: heads_first(x.float()).movedim(1, -1))
         return x if x.dtype == torch.float32 else made_once(name, (x,), x.float)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given: list[Any] = [kwargs.get(name) for name in ("diffusion_conditioning", "s_trunk", "feats")]
         shared, trunk, feats = given
         known = isinstance(shared, dict) and isinstance(trunk, Tensor) and isinstance(feats, dict) and "token_pad_mask" in feats
-        if not known or torch.is_grad_enabled() or not _may_have_kernels(self):
+        if not known or torch.is_grad_enabled() or not may_have_kernels(self):
             return original(self, *args, **kwargs)
         kwargs["diffusion_conditioning"] = {name: arranged(name, x) for name, x in shared.items()}
         one_condition = trunk.shape[0] == 1 and graphs.in_loop()
-        every_token = fact("every token", feats["token_pad_mask"], lambda mask: bool(mask.all()))
-        token = _facts.set(_Facts(one_condition, every_token))
+        token = _facts.set(_Facts(one_condition, attends_to_all(feats["token_pad_mask"])))
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -209,12 +213,12 @@ def transformer(original: Callable[..., Any], count: Count) -> Callable[..., Any
     by_layers = layer(original, count)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (by_layers if _may_have_kernels(self) else original)(self, *args, **kwargs)
+        return (by_layers if may_have_kernels(self) else original)(self, *args, **kwargs)
 
     return forward
 
 
-def _may_have_kernels(module: nn.Module) -> bool:
+def may_have_kernels(module: nn.Module) -> bool:
     return keeps() and next(module.parameters()).is_cuda
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evoattn.clients import aggregation, graphs
+from evoattn.clients import aggregation, denoisers, graphs
 from evoattn.clients.arguments import Layer, forwards
 from evoattn.clients.blocks import KnownBlock, SplitBlock, call_openfold_block
 from evoattn.clients.calls import HOST_BOUND, host_sets_pace, low_memory, queries_first
@@ -145,7 +145,7 @@ CLIENTS = {
             (_MODULE, "TRITON_AVAILABLE", True),
             (_MULTIPLICATION, "triangle_multiplicative_update", triangle_multiplicative_update),
         ),
-        layers=sites(_KNOWN),
+        layers=(*sites(_KNOWN), *denoisers.openfold3_sites()),
         steps=(
             Site(_ATOMS, "aggregate_atom_feat_to_tokens", aggregation.means_by_mask, counted=False),
             Site(_ATOMS, "broadcast_token_feat_to_atoms", aggregation.from_tokens, counted=False),
@@ -159,7 +159,7 @@ CLIENTS = {
             Site(_DIFFUSION, "SampleDiffusion.forward", rollout, counted=False),
             *graphs.blocks("openfold3.core.model.latent.pairformer:PairFormerBlock", instead={"inplace_safe": False}),
         ),
-        known=_KNOWN,
+        known={**_KNOWN, f"{_LAYERS}.diffusion_transformer.DiffusionTransformer": denoisers.OPENFOLD3},
         split={
             _PAIR_BLOCK: SplitBlock(_call_pairs),
             f"{_LATENT}.pairformer.PairFormerBlock": SplitBlock(

@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evoattn.clients import aggregation, arguments, graphs
+from evoattn.clients import aggregation, arguments, denoisers, graphs
 from evoattn.clients.arguments import ClientsOwn, Layer, UnknownArgument, ignore
 from evoattn.clients.blocks import KnownBlock
 from evoattn.clients.calls import HOST_BOUND, additive, host_sets_pace, kernel, multiplication, queries_first
@@ -142,12 +142,18 @@ _TRANSITION = transition(
 
 
 def _client(
-    package: str, model: str, method: str, call_triangle: Callable[..., Tensor], call_block: Callable[..., Any], *more: Site
+    package: str,
+    model: str,
+    method: str,
+    call_triangle: Callable[..., Tensor],
+    call_block: Callable[..., Any],
+    *more: Site,
+    transformer: KnownLayer | None = None,
 ) -> Client:
     """Protenix or OpenDDE.
 
     `model` is the class of the whole model, `method` is what its pairformer calls of a block. `call_triangle` and `call_block`
-    call our triangle attention and block.
+    call our triangle attention and block. `transformer` is the diffusion transformer, if it is known.
     """
     layers, primitives = f"{package}.model.triangular.layers", f"{package}.model.modules.primitives"
     triangles, block = f"{package}.model.triangular.triangular", f"{package}.model.modules.pairformer:PairformerBlock"
@@ -158,6 +164,7 @@ def _client(
         f"{primitives}.Transition": _TRANSITION,
     }
     block_known = {block.replace(":", "."): KnownBlock(call_block, "pair_transition", True, _SINGLE)}
+    transformers = {} if transformer is None else {f"{package}.model.modules.transformer.DiffusionTransformer": transformer}
     return Client(
         package,
         package,
@@ -171,7 +178,11 @@ def _client(
             Site(primitives, "_local_attention"),
             Site(primitives, "Attention.forward"),
         ),
-        layers=(*sites(layers_known, least_trained=FEW), *sites(block_known, least_trained=FEW, method=method)),
+        layers=(
+            *sites(layers_known, least_trained=FEW),
+            *sites(block_known, least_trained=FEW, method=method),
+            *(denoisers.protenix_sites(package) if transformers else ()),
+        ),
         steps=(
             Site(f"{package}.model.utils", "aggregate_atom_to_token", aggregation.means_by_token, counted=False),
             Site(f"{package}.model.modules.diffusion", "DiffusionModule.forward", graphs.step),
@@ -179,7 +190,7 @@ def _client(
             # In inference blocks write into their input; recorded ones do not.
             *graphs.blocks(block, method=f".{method}", instead={"inplace_safe": False}),
         ),
-        known={**layers_known, **block_known},
+        known={**layers_known, **block_known, **transformers},
         linears=(f"{layers}.OpenfoldLinear", f"{primitives}.Linear"),
         norms=(f"{layers}.OpenFoldLayerNorm", f"{package}.model.layer_norm.layer_norm.FusedLayerNorm"),
     )
@@ -194,6 +205,7 @@ CLIENTS = {
         _call_protenix_block,
         Site("protenix.model.triangular.layers", "_tri_attention", queries_first(scaled=True)),
         Site("protenix.model.triangular.layers", "_deepspeed_evo_attn", queries_first(scaled=False)),
+        transformer=denoisers.PROTENIX,
     ),
     "opendde": _client("opendde", "OpenDDE", "forward_source", arguments.triangle, _call_opendde_block),
 }

@@ -1,0 +1,265 @@
+"""Diffusion transformers of Protenix and OpenFold-3 by evoattn: answers, what steps and samples share, and refusals."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import evoattn
+from evoattn.clients import denoisers, diffusion, graphs
+from evoattn.clients.arguments import ClientsOwn, UnknownArgument
+from evoattn.clients.site import Count
+from evoattn.clients.swap import Swap
+from evoattn.core import keeping
+from evoattn.nn import diffusion_steps
+from tests.clients.standins import filled
+from tests.clients.test_diffusion import Again, by_layers, prepared
+from tests.helpers.denoisers import STEPS, openfold3, protenix
+from tests.helpers.denoisers import module as module_of
+
+CLIENTS = ("protenix", "openfold3")
+HEADS, BLOCKS = 4, 3
+
+
+@pytest.fixture(autouse=True)
+def torchs_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAYERNORM_TYPE", "torch")  # Protenix compiles an extension otherwise
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diffusion_steps, "run", by_layers)
+    monkeypatch.setattr(diffusion_steps, "prepared", prepared)
+    monkeypatch.setattr(diffusion, "may_have_kernels", lambda _: keeping.keeps())
+
+
+def transformer(client: str, windows: bool = False) -> Any:
+    """A transformer with 32 channels of a, 24 of s and 8 of z, in float64."""
+    if client == "protenix":
+        kind = module_of("protenix.model.modules.transformer").DiffusionTransformer
+        return filled(kind(32, 24, 8, BLOCKS, HEADS, cross_attention_mode=windows)).eval()
+    kind = module_of("openfold3.core.model.layers.diffusion_transformer").DiffusionTransformer
+    sizes = (8, 16) if windows else (None, None)
+    return filled(kind(32, 24, 8, 32 // HEADS, HEADS, BLOCKS, 2, *sizes, inf=1e9)).eval()
+
+
+def inputs(client: str, samples: int, shared: bool) -> list[Tensor]:
+    """a, s and z of 10 tokens. Protenix has no axis of structures."""
+    shapes = [(samples, 10, 32), (1 if shared else samples, 10, 24), (1, 10, 10, 8)]
+    torch.manual_seed(2)
+    lead = () if client == "protenix" else (1,)
+    return [torch.randn(*lead, *shape, dtype=torch.float64) for shape in shapes]
+
+
+def exact(original: Any, *args: Tensor, **named: Any) -> Tensor:
+    """What the client computes, in float64 throughout: Protenix casts q and k of an attention to float32, but not v."""
+    module, call = importlib.import_module(type(original).__module__), functools.partial(original, *args, **named)
+    if not module.__name__.startswith("protenix"):
+        return call()
+    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, scale=1.0)
+    primitives = importlib.import_module("protenix.model.modules.primitives")
+    with mock.patch.object(primitives, "_attention", lambda q, k, v, attn_bias=None, **_: attend(q, k, v, attn_bias)):
+        return call()
+
+
+def known(client: str) -> Any:
+    return denoisers.PROTENIX if client == "protenix" else denoisers.OPENFOLD3
+
+
+def rows_of(client: str) -> dict[str, Tensor]:
+    """A mask of the tokens, where the client has one."""
+    return {} if client == "protenix" else {"mask": (torch.arange(10) < 8).double().view(1, 1, 10)}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("client", CLIENTS)
+@torch.no_grad()
+def test_answers_are_those_of_the_client(client: str, samples: int, shared: bool, on_a_cpu: None) -> None:
+    """After one block, after two, and after all."""
+    original, (a, s, z), mask = transformer(client), inputs(client, samples, shared), rows_of(client)
+    while len(original.blocks):
+        swap = Swap(original, is_called=True)
+        assert swap.layer is not None and not swap.reason
+        expected = exact(original, a=a, s=s, z=z, **mask)
+        with keeping.sampling():
+            actual = known(client).call(swap.layer, a=a, s=s, z=z, **mask)
+        assert (actual - expected).abs().max() < 1e-8 * expected.abs().max()
+        del original.blocks[-1]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@torch.no_grad()
+def test_openfold3_may_mask_its_transitions(masked: bool, on_a_cpu: None) -> None:
+    original, (a, s, z) = transformer("openfold3"), inputs("openfold3", 2, True)
+    mask = rows_of("openfold3")["mask"]
+    expected = original(a=a, s=s, z=z, mask=mask, _mask_trans=masked)
+    with keeping.sampling():
+        actual = denoisers.OPENFOLD3.call(Swap(original, is_called=True).layer, a, s, z, mask=mask, _mask_trans=masked)
+    assert (actual - expected).abs().max() < 1e-8
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@torch.no_grad()
+def test_pair_biases_are_made_once_for_one_z(client: str, on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And anew if z is another tensor, z is written to, or a weight changes. Their rows start on multiples of 16 bytes."""
+    original, (a, s, z) = transformer(client), inputs(client, 2, True)
+    made: list[Tensor] = []
+    own = diffusion.heads_first
+    monkeypatch.setattr(diffusion, "heads_first", lambda x: made.append(own(x)) or made[-1])
+    layer, mask = Swap(original, is_called=True).layer, rows_of(client)
+    changes: list[Callable[[], Any]] = [
+        lambda: None,
+        lambda: z.mul_(2),
+        lambda: (
+            original.blocks[1]
+            .attention_pair_bias.get_submodule("linear_nobias_z" if client == "protenix" else "linear_z")
+            .weight.mul_(2)
+        ),
+    ]
+    with keeping.sampling():
+        for change in changes:
+            change()
+            for _ in range(2):
+                result = known(client).call(layer, a=a, s=s, z=z, **mask)
+            assert len(made) == BLOCKS
+            assert (result - exact(original, a=a, s=s, z=z, **mask)).abs().max() < 1e-8
+            made.clear()
+        known(client).call(layer, a=a, s=s, z=z.clone(), **mask)
+    assert len(made) == BLOCKS and not any(x % 4 for y in made for x in y.stride()[:-1])
+
+
+CHANGES = {
+    "another layer": lambda x: x.blocks.append(nn.Identity()),
+    "an adapter": lambda x: setattr(
+        x.blocks[0].attention_pair_bias,
+        "linear_ada_out" if hasattr(x.blocks[0].attention_pair_bias, "linear_ada_out") else "linear_a_last",
+        nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 32)),
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("client", CLIENTS)
+def test_another_transformer_is_not_computed_by_the_kernels(client: str, change: Any) -> None:
+    original = transformer(client)
+    change(original)
+    swap = Swap(original, is_called=True)
+    assert "other modules" in swap.reason or not diffusion_steps.Prepared(swap.layer.blocks).is_plain
+
+
+def test_a_dropped_path_is_left_to_protenix() -> None:
+    original = transformer("protenix")
+    original.blocks[1].drop_path = module_of("protenix.model.modules.primitives").DropPath(0.1)
+    assert "other modules" in Swap(original, is_called=True).reason
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_cpu_computes_the_clients_own(client: str) -> None:
+    layer = Swap(transformer(client).float(), is_called=True).layer
+    tensors = [x.float() for x in inputs(client, 2, True)]
+    with keeping.sampling(), torch.no_grad(), pytest.raises(ClientsOwn):
+        known(client).call(layer, *tensors)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@torch.no_grad()
+def test_refusals_have_reasons(client: str, on_a_cpu: None) -> None:
+    layer, (a, s, z) = Swap(transformer(client), is_called=True).layer, inputs(client, 2, True)
+    with keeping.sampling():
+        with pytest.raises(UnknownArgument, match="pair representation of a diffusion transformer that is not in float32"):
+            known(client).call(layer, a, s, z.float())
+        with pytest.raises(UnknownArgument, match="does not know the argument 'scale'"):
+            known(client).call(layer, a, s, z, scale=2.0)
+        if client == "protenix":
+            with pytest.raises(UnknownArgument, match="windows, or a pair representation that is normalised already"):
+                known(client).call(layer, a, s, z, enable_efficient_fusion=True)
+
+
+def sampler_of(client: str) -> tuple[Any, Callable[..., Callable[[], Any]]]:
+    """A denoiser, and what makes a sampling in the client's loop."""
+    if client == "openfold3":
+        sampler, sample = openfold3(torch.device("cpu"))
+        return sampler.diffusion_module, sample
+    denoiser, sample = protenix("protenix", torch.device("cpu"))
+
+    def looped(*call: int, **options: Any) -> Callable[[], Any]:
+        run = sample(*call)
+        run.keywords.update(options)
+        # `Protenix.sample_diffusion` is such a loop, in a class that holds the whole model
+        return lambda: graphs.loop(lambda _: run(), Count())(nn.ModuleList([denoiser]))
+
+    return denoiser, looped
+
+
+def sampled(client: str, calls: Any, make: Callable[..., Callable[[], Any]], **options: Any) -> list[Tensor]:
+    results = []
+    for call in calls:
+        torch.manual_seed(4)
+        importlib.import_module("numpy").random.seed(3)
+        with torch.no_grad():
+            results.append(make(*call, **options)())
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("client", CLIENTS)
+def test_samples_are_those_of_the_client(client: str, on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one and two samples, and two lengths in turn. Steps share the pair representation, samples the condition."""
+    denoiser, make = sampler_of(client)
+    calls = ((1, 6), (2, 9), (1, 6))
+    expected = sampled(client, calls, make)
+    monkeypatch.setattr(graphs, "Recorder", Again)
+    seen: list[Tensor] = []
+    with evoattn.patch(client, graphs=True) as patched:
+        result = sampled(client, calls, make)
+        assert patched.calls_by_kind["diffusion transformer"] == len(calls) * STEPS
+        hook = denoiser.diffusion_conditioning.register_forward_hook(lambda *x: seen.append(x[-1][1]))
+        result += sampled(client, calls[1:2], make)  # nothing is shared
+        hook.remove()
+    assert len(seen) == STEPS
+    for ours, theirs in zip(result, (*expected, expected[1]), strict=True):
+        assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+
+
+@pytest.mark.slow
+def test_protenix_without_a_cache_of_pairs(on_a_cpu: None) -> None:
+    """The pair representation is computed once in a sampling, not in each step."""
+    denoiser, make = sampler_of("protenix")
+    trunk = torch.randn(9, 9, 8)
+    options: Any = {"pair_z": None, "z_trunk": trunk, "enable_efficient_fusion": False}
+    expected = sampled("protenix", [(2, 9)], make, **options)
+    made: list[Any] = []
+    own = denoiser.diffusion_conditioning.prepare_cache
+    denoiser.diffusion_conditioning.prepare_cache = lambda *x: made.append(x) or own(*x)
+    with evoattn.patch("protenix", graphs=False):
+        result = sampled("protenix", [(2, 9)], make, **options)
+    assert (result[0] - expected[0]).norm() < 1e-5 * expected[0].norm() and len(made) == 2  # one of `make`
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [True, False])
+def test_protenix_computes_what_is_refused_as_it_would(fused: bool, on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, for one sample, with its own norm of all pairs before the blocks or without it."""
+    _, make = sampler_of("protenix")
+
+    def refused(*_: Any) -> Any:
+        raise UnknownArgument("the test")
+
+    monkeypatch.setattr(diffusion, "prepared", refused)
+    monkeypatch.setattr(denoisers, "_may_share", lambda _: False)
+    options = {"enable_efficient_fusion": fused}
+    with evoattn.patch("protenix", graphs=False):
+        expected = sampled("protenix", [(1, 9)], make, **options)
+    monkeypatch.undo()
+    monkeypatch.setenv("LAYERNORM_TYPE", "torch")
+    monkeypatch.setattr(diffusion, "may_have_kernels", lambda _: keeping.keeps())
+    monkeypatch.setattr(diffusion, "prepared", refused)
+    with evoattn.patch("protenix", graphs=False) as patched:
+        result = sampled("protenix", [(1, 9)], make, **options)
+    assert torch.equal(result[0], expected[0]) and patched.passed_on["the test"] == STEPS

@@ -2,16 +2,18 @@
 
 import functools
 import importlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from cuda_graphs import captured
 from torch import Tensor, nn
 
 import evoattn
-from evoattn.clients import denoisers, diffusion, graphs
+from evoattn.clients import af3_transformers, denoisers, diffusion, graphs
 from evoattn.clients.arguments import ClientsOwn, UnknownArgument
 from evoattn.clients.site import Count
 from evoattn.clients.swap import Swap
@@ -21,9 +23,13 @@ from tests.clients.standins import filled
 from tests.clients.test_diffusion import Again, by_layers, prepared
 from tests.helpers.denoisers import STEPS, openfold3, protenix
 from tests.helpers.denoisers import module as module_of
+from tests.pair.products import error
 
 CLIENTS = ("protenix", "openfold3")
 HEADS, BLOCKS = 4, 3
+QUERIES, KEYS = 8, 16
+TRANSFORMERS = 3
+"""Those of a denoiser: of the encoder, of tokens and of the decoder."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +50,7 @@ def transformer(client: str, windows: bool = False) -> Any:
         kind = module_of("protenix.model.modules.transformer").DiffusionTransformer
         return filled(kind(32, 24, 8, BLOCKS, HEADS, cross_attention_mode=windows)).eval()
     kind = module_of("openfold3.core.model.layers.diffusion_transformer").DiffusionTransformer
-    sizes = (8, 16) if windows else (None, None)
+    sizes = (QUERIES, KEYS) if windows else (None, None)
     return filled(kind(32, 24, 8, 32 // HEADS, HEADS, BLOCKS, 2, *sizes, inf=1e9)).eval()
 
 
@@ -68,7 +74,7 @@ def exact(original: Any, *args: Tensor, **named: Any) -> Tensor:
 
 
 def known(client: str) -> Any:
-    return denoisers.PROTENIX if client == "protenix" else denoisers.OPENFOLD3
+    return af3_transformers.PROTENIX if client == "protenix" else af3_transformers.OPENFOLD3
 
 
 def rows_of(client: str) -> dict[str, Tensor]:
@@ -93,6 +99,41 @@ def test_answers_are_those_of_the_client(client: str, samples: int, shared: bool
         del original.blocks[-1]
 
 
+def atoms(client: str, samples: int, shared: bool, count: int) -> dict[str, Any]:
+    """The arguments of a call of windows. OpenFold-3's last three atoms are padding, and its structures are two."""
+    torch.manual_seed(2)
+    lead = (1, samples) if client == "protenix" else (2, samples)
+    a, s = torch.randn(*lead, count, 32).double(), torch.randn(lead[0], 1 if shared else samples, count, 24).double()
+    z = torch.randn(lead[0], 1, -(-count // QUERIES), QUERIES, KEYS, 8).double()
+    if client == "protenix":
+        return {"a": a[0], "s": s[0], "z": z[0], "n_queries": QUERIES, "n_keys": KEYS}
+    mask = (torch.arange(count) < torch.tensor([[count - 3], [count]])).double().unsqueeze(1)
+    return {"a": a, "s": s, "z": z, "mask": mask}
+
+
+@pytest.mark.parametrize("count", [32, 29, 11])
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("client", CLIENTS)
+@torch.no_grad()
+def test_windows_of_atoms_are_those_of_the_client(client: str, samples: int, count: int, on_a_cpu: None) -> None:
+    """After one block, after two, and after all. The first and the last windows have keys that are no atoms."""
+    original = transformer(client, windows=True)
+    while len(original.blocks):
+        layer = Swap(original, is_called=True).layer
+        for shared in (True, False):
+            call = atoms(client, samples, shared, count)
+            expected, there = exact(original, **call), call.get("mask", torch.ones(1, count)).unsqueeze(-1)
+            with keeping.sampling():
+                for n in (samples, 1):  # other samples, in the same windows
+                    call["a"], call["s"] = (x if x.shape[-3] == 1 else x[..., :n, :, :] for x in (call["a"], call["s"]))
+                    actual = known(client).call(layer, **call)
+                    difference = (actual - expected[..., :n, :, :]).abs()
+                    assert difference.shape == call["a"].shape
+                    assert (difference * there).max() < 1e-8
+                    assert difference.max() < 1e-4  # padding, of which -1e9 leaves seven digits
+        del original.blocks[-1]
+
+
 @pytest.mark.parametrize("masked", [True, False])
 @torch.no_grad()
 def test_openfold3_may_mask_its_transitions(masked: bool, on_a_cpu: None) -> None:
@@ -100,7 +141,7 @@ def test_openfold3_may_mask_its_transitions(masked: bool, on_a_cpu: None) -> Non
     mask = rows_of("openfold3")["mask"]
     expected = original(a=a, s=s, z=z, mask=mask, _mask_trans=masked)
     with keeping.sampling():
-        actual = denoisers.OPENFOLD3.call(Swap(original, is_called=True).layer, a, s, z, mask=mask, _mask_trans=masked)
+        actual = af3_transformers.OPENFOLD3.call(Swap(original, is_called=True).layer, a, s, z, mask=mask, _mask_trans=masked)
     assert (actual - expected).abs().max() < 1e-8
 
 
@@ -130,7 +171,11 @@ def test_pair_biases_are_made_once_for_one_z(client: str, on_a_cpu: None, monkey
             assert len(made) == BLOCKS
             assert (result - exact(original, a=a, s=s, z=z, **mask)).abs().max() < 1e-8
             made.clear()
-        known(client).call(layer, a=a, s=s, z=z.clone(), **mask)
+        kept = weakref.ref(z)
+        z = z.clone()
+        known(client).call(layer, a=a, s=s, z=z, **mask)
+        changes.clear()
+        assert kept() is None  # what was made of the last z alone is kept
     assert len(made) == BLOCKS and not any(x % 4 for y in made for x in y.stride()[:-1])
 
 
@@ -151,6 +196,19 @@ def test_another_transformer_is_not_computed_by_the_kernels(client: str, change:
     change(original)
     swap = Swap(original, is_called=True)
     assert "other modules" in swap.reason or not diffusion_steps.Prepared(swap.layer.blocks).is_plain
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@torch.no_grad()
+def test_atoms_that_are_left_to_the_client(client: str, on_a_cpu: None) -> None:
+    layer, call = Swap(transformer(client, windows=True), is_called=True).layer, atoms(client, 2, True, 29)
+    refused = [call | {"z": torch.cat([call["z"]] * 2, -5 if client == "openfold3" else 0)}]
+    refused += [call | {"mask": None}] if client == "openfold3" else [call | {"n_queries": None}]
+    for arguments, reason in zip(
+        refused, ("own pair representation", "each sample has others|none of one of atoms"), strict=True
+    ):
+        with keeping.sampling(), pytest.raises(UnknownArgument, match=reason):
+            known(client).call(layer, **arguments)
 
 
 def test_a_dropped_path_is_left_to_protenix() -> None:
@@ -177,8 +235,10 @@ def test_refusals_have_reasons(client: str, on_a_cpu: None) -> None:
         with pytest.raises(UnknownArgument, match="does not know the argument 'scale'"):
             known(client).call(layer, a, s, z, scale=2.0)
         if client == "protenix":
-            with pytest.raises(UnknownArgument, match="windows, or a pair representation that is normalised already"):
+            with pytest.raises(UnknownArgument, match="a pair representation that is normalised already"):
                 known(client).call(layer, a, s, z, enable_efficient_fusion=True)
+            with pytest.raises(UnknownArgument, match="windows of a transformer of tokens"):
+                known(client).call(layer, a, s, z, n_queries=8, n_keys=16)
 
 
 def sampler_of(client: str) -> tuple[Any, Callable[..., Callable[[], Any]]]:
@@ -213,12 +273,13 @@ def test_samples_are_those_of_the_client(client: str, on_a_cpu: None, monkeypatc
     """With one and two samples, and two lengths in turn. Steps share the pair representation, samples the condition."""
     denoiser, make = sampler_of(client)
     calls = ((1, 6), (2, 9), (1, 6))
+    first = len(calls) if client == "protenix" else 0  # it computes what steps share with the transformer of its encoder
     expected = sampled(client, calls, make)
     monkeypatch.setattr(graphs, "Recorder", Again)
     seen: list[Tensor] = []
     with evoattn.patch(client, graphs=True) as patched:
         result = sampled(client, calls, make)
-        assert patched.calls_by_kind["diffusion transformer"] == len(calls) * STEPS
+        assert patched.calls_by_kind["diffusion transformer"] == TRANSFORMERS * len(calls) * STEPS + first
         hook = denoiser.diffusion_conditioning.register_forward_hook(lambda *x: seen.append(x[-1][1]))
         result += sampled(client, calls[1:2], make)  # nothing is shared
         hook.remove()
@@ -262,4 +323,49 @@ def test_protenix_computes_what_is_refused_as_it_would(fused: bool, on_a_cpu: No
     monkeypatch.setattr(diffusion, "prepared", refused)
     with evoattn.patch("protenix", graphs=False) as patched:
         result = sampled("protenix", [(1, 9)], make, **options)
-    assert torch.equal(result[0], expected[0]) and patched.passed_on["the test"] == STEPS
+    assert torch.equal(result[0], expected[0]) and patched.passed_on["the test"] == TRANSFORMERS * STEPS + 1
+
+
+def on_gpu(client: str, windows: bool) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """A transformer, and the arguments of a call, in float32 on a GPU and in float64."""
+    if windows:
+        call = atoms(client, 3, True, 61)
+    else:
+        call = dict(zip(("a", "s", "z"), inputs(client, 3, True), strict=True)) | rows_of(client)
+    exactly = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in call.items()}
+    original = transformer(client, windows).cuda().requires_grad_(False)
+    return original, {name: x.float() if isinstance(x, Tensor) else x for name, x in exactly.items()}, exactly
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use; the tests above call the layers")
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("client", CLIENTS)
+@torch.no_grad()
+def test_no_further_from_float64_than_the_client_on_a_gpu(
+    client: str, windows: bool, tf32: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also under OpenFold-3's autocast to float32, and in a CUDA graph, which has the same bits."""
+    original, call, exactly = on_gpu(client, windows)
+    true = exact(original, **exactly)
+    original.float()
+    there = exactly.get("mask", torch.ones(1, true.shape[-2], device="cuda")).expand(true.shape[:-1]) > 0
+    runs: list[Any] = []
+    own = diffusion_steps.run
+    monkeypatch.setattr(diffusion_steps, "run", lambda *args: runs.append(args) or own(*args))
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+    plain = original(**call)
+    computed = functools.partial(known(client).call, Swap(original, is_called=True).layer, **call)
+    with keeping.sampling():
+        fused = computed()
+        with torch.autocast("cuda", torch.float32):
+            assert torch.equal(computed(), fused)
+        with torch.autocast("cuda", torch.bfloat16), pytest.raises(UnknownArgument, match="not sampled in float32"):
+            computed()
+        replay, result = captured(lambda _: computed())
+        replay(0)
+        assert torch.equal(result, fused)
+    assert len(runs) >= 3
+    bound = 5e-3 if tf32 else 2e-6
+    assert error(fused[there], true[there]) <= max(1.5 * error(plain[there], true[there]), bound)

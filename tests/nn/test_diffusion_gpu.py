@@ -93,6 +93,22 @@ def test_windows() -> None:
     assert error(fused, true) <= max(1.5 * error(plain, true), 1e-6)
 
 
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("keys", ["apart", "twice"])
+def test_keys_with_a_norm_of_their_own(keys: str, samples: int, runs: list[Any]) -> None:
+    """Of windows, with the rows of their keys given."""
+    layer = transformer(128, 128, 16, 4, 3, threefold=False, keys=keys).cuda()
+    draw = torch.Generator().manual_seed(6)
+    shapes = ((6, samples, 32, 128), (6, 1, 32, 128), (6, 1, 32, 128, 16))
+    a, s, z = (torch.randn(shape, generator=draw).cuda() for shape in shapes)
+    picked = diffusion_steps.Keys(torch.randint(0, 6 * samples * 32 + 1, (6 * samples * 128,), generator=draw).cuda())
+    plain = layer(a, s, z, to_keys=picked)
+    with sampling():
+        fused = layer(a, s, z, to_keys=picked)
+    true = layer.double()(*double([a, s, z]), to_keys=picked)
+    assert len(runs) == 1 and error(fused, true) <= max(1.5 * error(plain, true), 1e-6)
+
+
 def test_tf32_is_that_of_torch() -> None:
     layer, tensors = on_gpu(), inputs(1, 152)
     torch.backends.cuda.matmul.allow_tf32 = True

@@ -73,3 +73,13 @@ else:
             return torch.stack([rows[8 * i : 8 * i + 16] for i in range(3)])[:, None]
 
         compare(transformer(*SIZES, threefold=threefold), a, s, z, mask, to_keys, None)
+
+    @pytest.mark.parametrize("keys", ["apart", "twice"])
+    def test_keys_with_a_norm_of_their_own(keys: str) -> None:
+        """Of windows that two samples share, with the rows of their keys given."""
+        rng = torch.Generator().manual_seed(5)
+        a, s, z = (torch.randn(shape, generator=rng) for shape in ((3, 2, 8, 16), (3, 1, 8, 12), (3, 1, 8, 16, 8)))
+        picked = torch.randint(0, 1 + 3 * 2 * 8, (3 * 2 * 16,), generator=rng)
+        compare(
+            transformer(*SIZES, threefold=False, keys=keys), a, s, z, torch.ones(3, 1, 16), diffusion_steps.Keys(picked), None
+        )

@@ -8,15 +8,24 @@ import torch
 
 from evoattn.nn import DiffusionTransformer
 from evoattn.nn.diffusion import ThreefoldConditionedTransition
+from evoattn.nn.pair_bias import AdaLN
 from tests.nn.dense import fill_far_from_zero
 
 __all__ = ["transformer"]
 
 
-def transformer(c_a: int, c_s: int, c_z: int, no_heads: int, no_blocks: int, *, threefold: bool, seed: int = 1) -> Any:
-    """A frozen transformer, whose transitions have three factors if asked for."""
+def transformer(
+    c_a: int, c_s: int, c_z: int, no_heads: int, no_blocks: int, *, threefold: bool, keys: str = "", seed: int = 1
+) -> Any:
+    """A frozen transformer, whose transitions have three factors if asked for.
+
+    keys: "apart": keys have a norm of their own; "twice": it takes what the other norm returns.
+    """
     made = DiffusionTransformer(c_a, c_s, c_z, c_a // no_heads, no_heads, no_blocks)
     for block in made.blocks if threefold else ():
         block.conditioned_transition = ThreefoldConditionedTransition(c_a, c_s, residual=True)
+    for block in made.blocks if keys else ():
+        block.attention_pair_bias.layer_norm_k = AdaLN(c_a, c_s)
+        block.attention_pair_bias.norms_keys_twice = keys == "twice"
     fill_far_from_zero(made, torch.float32, seed)
     return made.requires_grad_(False)

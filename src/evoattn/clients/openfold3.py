@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evoattn.clients import aggregation, denoisers, graphs
+from evoattn.clients import af3_transformers, aggregation, denoisers, graphs
 from evoattn.clients.arguments import Layer, forwards
 from evoattn.clients.blocks import KnownBlock, SplitBlock, call_openfold_block
 from evoattn.clients.calls import HOST_BOUND, host_sets_pace, low_memory, queries_first
@@ -159,7 +159,7 @@ CLIENTS = {
             Site(_DIFFUSION, "SampleDiffusion.forward", rollout, counted=False),
             *graphs.blocks("openfold3.core.model.latent.pairformer:PairFormerBlock", instead={"inplace_safe": False}),
         ),
-        known={**_KNOWN, f"{_LAYERS}.diffusion_transformer.DiffusionTransformer": denoisers.OPENFOLD3},
+        known={**_KNOWN, f"{_LAYERS}.diffusion_transformer.DiffusionTransformer": af3_transformers.OPENFOLD3},
         split={
             _PAIR_BLOCK: SplitBlock(_call_pairs),
             f"{_LATENT}.pairformer.PairFormerBlock": SplitBlock(

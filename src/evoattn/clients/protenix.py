@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evoattn.clients import aggregation, arguments, denoisers, graphs
+from evoattn.clients import af3_transformers, aggregation, arguments, denoisers, graphs
 from evoattn.clients.arguments import ClientsOwn, Layer, UnknownArgument, ignore
 from evoattn.clients.blocks import KnownBlock
 from evoattn.clients.calls import HOST_BOUND, additive, host_sets_pace, kernel, multiplication, queries_first
@@ -205,7 +205,7 @@ CLIENTS = {
         _call_protenix_block,
         Site("protenix.model.triangular.layers", "_tri_attention", queries_first(scaled=True)),
         Site("protenix.model.triangular.layers", "_deepspeed_evo_attn", queries_first(scaled=False)),
-        transformer=denoisers.PROTENIX,
+        transformer=af3_transformers.PROTENIX,
     ),
     "opendde": _client("opendde", "OpenDDE", "forward_source", arguments.triangle, _call_opendde_block),
 }

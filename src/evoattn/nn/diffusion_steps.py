@@ -3,7 +3,7 @@
 | launch | result |
 |---|---|
 | split | AdaLN(a), split |
-| product | q, k, v and the gate |
+| product | q, k, v and the gate; three products, after one more split, if keys have a norm of their own |
 | attention | o |
 | split | o sigmoid(gate), split |
 | product | a, with the output product times the gate of the condition added |
@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evoattn.core import guards
@@ -49,6 +50,19 @@ class _Block(NamedTuple):
     out_bias: Tensor | None
     hidden: Any
     last: Any
+    keys: tuple[Any, Tensor, Any] | None
+    """The scale, its bias and the shift of the norm of the keys. None: they have none of their own."""
+
+
+class Keys:
+    """A `to_keys` that is the same in each call: the rows of the keys of all windows, counted from 1. 0: there is none."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def __call__(self, x: Tensor) -> Tensor:
+        padded = F.pad(x.flatten(0, -2), (0, 0, 1, 0))
+        return padded.index_select(0, self.rows).view(*x.shape[:-2], -1, x.shape[-1])
 
 
 class _Conditions(NamedTuple):
@@ -132,9 +146,16 @@ def _settings(blocks: Sequence[Any]) -> set[tuple[Any, ...]]:
     found = set()
     for block in blocks:
         attention = block.attention_pair_bias
-        for norm in (attention.layer_norm_a, block.conditioned_transition.layer_norm):
-            found.add((attention.inf, attention.empty_rows, norm.layer_norm_s.eps))
+        for norm in _norms_of(block):
+            found.add((attention.inf, attention.empty_rows, attention.norms_keys_twice, norm.layer_norm_s.eps))
     return found
+
+
+def _norms_of(block: Any) -> list[Any]:
+    """The adaptive norms of a block: of the attention, of the transition, and of the keys if they have one."""
+    norms = (block.attention_pair_bias.layer_norm_a, block.conditioned_transition.layer_norm)
+    keys = block.attention_pair_bias.layer_norm_k
+    return [*norms] if keys is None else [*norms, keys]
 
 
 def _is_plain(block: Any) -> bool:
@@ -144,7 +165,7 @@ def _is_plain(block: Any) -> bool:
     containers += [(attention, AttentionPairBias), (attention.mha, Attention)]
     if not attention.residual or not transition.residual or attention.mha.linear_g is None:
         return False
-    norms = [attention.layer_norm_a, transition.layer_norm]
+    norms = _norms_of(block)
     containers += [(x, AdaLN) for x in norms]
     swiglu = transition._modules.get("swiglu")
     containers += [] if swiglu is None else [(swiglu, SwiGLU)]
@@ -183,7 +204,9 @@ def run(
     s_norm = steps.split(s, kind="norm", eps=blocks[0].attention_pair_bias.layer_norm_a.layer_norm_s.eps, low=low)
     s_whole = steps.split(s, low=low)
     y = rows.new_empty((count + 1, weights[0].qkvg.hi.shape[0]))  # the first row is what `to_keys` picks outside
-    picked = None if to_keys is None else _index(to_keys, lead, positions, a.device)
+    picked = None
+    if to_keys is not None:
+        picked = to_keys.rows if isinstance(to_keys, Keys) else _index(to_keys, lead, positions, a.device)
     if picked is not None:
         y[0] = 0
     factors = None if transition_mask is None else transition_mask.expand(a.shape[:-1]).reshape(-1).float().contiguous()
@@ -198,8 +221,13 @@ def run(
         attention, transition = block.attention_pair_bias, block.conditioned_transition
         eps = attention.layer_norm_a.layer_norm_a.eps
         x = steps.split(rows, scale, shift, kind="adapt", eps=eps, low=low, **sharing)
-        steps.product(x, w.qkvg, w.qkvg_bias, out=y[1:])
         width = w.out.hi.shape[1]
+        if w.keys is None:
+            steps.product(x, w.qkvg, w.qkvg_bias, out=y[1:])
+        else:
+            source = _adapted(rows, scale, shift, eps, **sharing) if attention.norms_keys_twice else rows
+            eps = attention.layer_norm_k.layer_norm_a.eps
+            _project_apart(w, x, source, s_norm, y[1:], {"eps": eps, "low": low, **sharing})
         q, gates = y[1:, :width], y[1:, 3 * width :]
         keys = y[1:, width : 3 * width] if picked is None else y[:, width : 3 * width].index_select(0, picked)
         q, k, v = (heads(x.unflatten(0, (*lead, -1)), attention.no_heads) for x in (q, *keys.split(width, -1)))
@@ -212,6 +240,27 @@ def run(
         x = steps.split(*u, kind="swiglu", low=low)
         steps.product(x, w.last, gate=last_gate, mask=factors, base=rows, out=rows, **sharing)
     return rows.view(a.shape)
+
+
+def _adapted(rows: Tensor, scale: Tensor, shift: Tensor, eps: float, samples: int, positions: int) -> Tensor:
+    """AdaLN(a) of rows `[B samples positions, C]`, with the scale and the shift `[B positions, C]` of its condition."""
+    normed = F.layer_norm(rows, rows.shape[-1:], eps=eps).view(-1, samples, positions, rows.shape[-1])
+    scale, shift = (x.unflatten(0, (-1, 1, positions)) for x in (scale, shift))
+    return torch.addcmul(shift, normed, scale).view(rows.shape)
+
+
+def _project_apart(w: _Block, x: Any, source: Tensor, s_norm: Any, out: Tensor, options: dict[str, Any]) -> None:
+    """Write q, k, v and the gate: q and the gate of x, keys and values of `source` by the norm of the keys."""
+    from evoattn.pair.products import steps
+
+    width = w.out.hi.shape[1]
+    weight, bias, shift = w.keys  # type: ignore[misc]
+    scale, shift = steps.product(s_norm, weight, bias, opened=True), steps.product(s_norm, shift)
+    keys = steps.split(source, scale, shift, kind="adapt", **options)
+    for y, start, count in ((x, 0, width), (keys, width, 2 * width), (x, 3 * width, width)):
+        part = slice(start, start + count)
+        bias = None if w.qkvg_bias is None else w.qkvg_bias[part]
+        steps.product(y, w.qkvg.rows(start, count), bias, out=out[:, part])
 
 
 def _shared(s: Tensor, lead: Sequence[int], positions: int) -> tuple[Tensor, int]:
@@ -260,6 +309,7 @@ def _split(blocks: Sequence[Any], low: bool) -> tuple[list[_Block], _Conditions]
                 mha.linear_o.bias,
                 steps.split_weights(transition.hidden_weights(), low=low),
                 steps.split_weights([transition.linear_out.weight], low=low),
+                _split_norm(block.attention_pair_bias.layer_norm_k, low),
             )
         )
     norms = [x for block in blocks for x in (block.attention_pair_bias.layer_norm_a, block.conditioned_transition.layer_norm)]
@@ -273,6 +323,18 @@ def _split(blocks: Sequence[Any], low: bool) -> tuple[list[_Block], _Conditions]
         torch.cat([_bias(x) for x in gates]),
     )
     return split, conditions
+
+
+def _split_norm(norm: Any, low: bool) -> tuple[Any, Tensor, Any] | None:
+    """The split scale, its bias and the split shift of an adaptive norm, or None if there is none."""
+    from evoattn.pair.products import steps
+
+    if norm is None:
+        return None
+    scale, shift = (
+        steps.split_weights([x.weight], factors=[norm.layer_norm_s.weight], low=low) for x in (norm.linear_g, norm.linear_s)
+    )
+    return scale, _bias(norm.linear_g), shift
 
 
 def _joined_bias(linears: Sequence[nn.Linear]) -> Tensor | None:

@@ -64,6 +64,11 @@ class AttentionPairBias(Layer):
         q_bias, gate_bias, out_bias: whether these products add a bias.
         residual, empty_rows: as in `TriangleAttention`.
 
+    Attributes:
+        layer_norm_k: the adaptive norm of the keys of a layer with a condition, as OpenFold-3's atoms have one. None:
+            `layer_norm_a` normalises them too.
+        norms_keys_twice: whether `layer_norm_k` takes what `layer_norm_a` returns, as Protenix' does, and not a.
+
     Raises:
         ValueError: `empty_rows` is neither "mean" nor "native", or `c_s` is given with `norm=False`.
 
@@ -103,6 +108,8 @@ class AttentionPairBias(Layer):
         self.layer_norm_a: nn.Module | None = None
         if norm:
             self.layer_norm_a = nn.LayerNorm(c_a) if c_s is None else AdaLN(c_a, c_s)
+        self.layer_norm_k: nn.Module | None = None
+        self.norms_keys_twice = False
         self.layer_norm_z = nn.LayerNorm(c_z) if c_s is None else None
         self.linear_z: nn.Linear | None = nn.Linear(c_z, no_heads, bias=False)
         self.linear_ada_out = None if c_s is None else nn.Linear(c_s, c_a)
@@ -149,6 +156,8 @@ class AttentionPairBias(Layer):
 
     def _distributed(self, a: Tensor, z: Tensor | None, s: Tensor | None, mask: Tensor | None) -> Tensor:
         """The output of DTensors: each process has the queries that its rows of z belong to, or as many if z has columns."""
+        if self.layer_norm_k is not None:
+            raise ValueError("layer_norm_k must be None with DTensors")
         for name, x in (("a", a), ("s", s), ("mask", mask)):
             check_alike(name, x, "z", z)
         if z is None:
@@ -185,10 +194,12 @@ class AttentionPairBias(Layer):
         x = a
         if norm is not None and s is not None:
             x, norm = norm(a, s), None
+        if self.layer_norm_k is not None:
+            keys = self.layer_norm_k(x if self.norms_keys_twice else a, s)
         if split is not None:
             keys = split.gather(x, -2)
         if to_keys is not None:
-            keys = to_keys(x)
+            keys = to_keys(x if keys is None else keys)
         mha = self.mha
         settings: dict[str, Any] = {"inf": self.inf, "empty_rows": self.empty_rows}
         if may_skip(mha, Attention):

@@ -179,6 +179,27 @@ def test_pair_biases_are_made_once_for_one_z(client: str, on_a_cpu: None, monkey
     assert len(made) == BLOCKS and not any(x % 4 for y in made for x in y.stride()[:-1])
 
 
+@torch.no_grad()
+def test_what_recordings_read_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several inputs. Of others the last alone."""
+    owner, made = nn.Identity(), []
+
+    def kept(x: Tensor) -> Any:
+        result = af3_transformers.latest("x", owner, [x], lambda: nn.Identity())
+        made.append(weakref.ref(result))
+        return result
+
+    inputs = [torch.ones(1) for _ in range(5)]
+    with keeping.sampling():
+        for i, x in enumerate(inputs):
+            kept(x)
+            with monkeypatch.context() as capture:
+                capture.setattr(af3_transformers, "is_capturing", lambda i=i: i in (0, 2))
+                assert kept(x) is made[-1]()
+        assert [x() is not None for x in made[::2]] == [True, False, True, False, True]
+    assert not any(x() for x in made)
+
+
 CHANGES = {
     "another layer": lambda x: x.blocks.append(nn.Identity()),
     "an adapter": lambda x: setattr(

@@ -19,7 +19,7 @@ from evoattn.clients import diffusion
 from evoattn.clients.arguments import UnknownArgument, ignore
 from evoattn.clients.known import KnownLayer, features, share
 from evoattn.core.devices import uncast
-from evoattn.core.keeping import made_once, states
+from evoattn.core.keeping import is_capturing, made_once, states
 from evoattn.dispatch.axes import with_axes
 from evoattn.nn import diffusion_steps
 from evoattn.nn.diffusion import DiffusionTransformer
@@ -268,16 +268,37 @@ def _as_float32(a: Tensor) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def latest(name: str, owner: nn.Module, tensors: Sequence[Tensor], make: Callable[[], Made], *more: Any) -> Made:
-    """Return what `make` returns. A sampling keeps it for the last tensors alone: some clients have new ones in each step."""
-    now = states(tensors)
+class _Kept:
+    """What was made of some tensors, and what recordings read of that which it stands in for."""
 
-    def holds(kept: Any) -> bool:
-        return kept[1:3] == (now, more) and all(x is y for x, y in zip(kept[0], tensors, strict=True))
+    def __init__(self, of: list[Tensor], settings: tuple[Any, ...], made: Any, before: list[_Kept]) -> None:
+        self._of, self._states, self._settings = of, states(of), settings
+        self.made, self._before = made, before
+        self.is_recorded = False
 
-    kept: Any = made_once(name, (owner,), lambda: (tuple(tensors), now, more, make()), holds)
-    found: Made = kept[3]
-    return found
+    def holds(self, of: list[Tensor], settings: tuple[Any, ...]) -> bool:
+        if self._settings != settings or self._states != states(of):
+            return False
+        return all(x is y for x, y in zip(self._of, of, strict=True))
+
+
+def latest(name: str, owner: nn.Module, tensors: Sequence[Tensor], make: Callable[[], Made], *settings: Any) -> Made:
+    """Return what `make` returns. A sampling keeps it for the last tensors alone: some clients have new ones in each step.
+
+    It also keeps what a CUDA graph reads.
+    """
+    of, before = list(tensors), []
+
+    def holds(kept: _Kept) -> bool:
+        if kept.holds(of, settings):
+            return True
+        before.extend([kept] if kept.is_recorded else kept._before)
+        return False
+
+    kept = made_once(name, (owner,), lambda: _Kept(of, settings, make(), before), holds)
+    kept.is_recorded |= is_capturing()
+    made: Made = kept.made
+    return made
 
 
 def _projected(transformer: Any, z: Tensor, off: Tensor | None = None) -> list[Tensor]:

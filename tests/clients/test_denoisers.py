@@ -1,4 +1,4 @@
-"""Diffusion transformers of Protenix and OpenFold-3 by evoattn: answers, what steps and samples share, and refusals."""
+"""Diffusion transformers of Protenix, OpenDDE and OpenFold-3 by evoattn: answers, what calls share, and refusals."""
 
 import functools
 import importlib
@@ -25,7 +25,8 @@ from tests.helpers.denoisers import STEPS, openfold3, protenix
 from tests.helpers.denoisers import module as module_of
 from tests.pair.products import error
 
-CLIENTS = ("protenix", "openfold3")
+PROTENIX = ("protenix", "opendde")
+CLIENTS = (*PROTENIX, "openfold3")
 HEADS, BLOCKS = 4, 3
 QUERIES, KEYS = 8, 16
 TRANSFORMERS = 3
@@ -46,8 +47,8 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def transformer(client: str, windows: bool = False) -> Any:
     """A transformer with 32 channels of a, 24 of s and 8 of z, in float64."""
-    if client == "protenix":
-        kind = module_of("protenix.model.modules.transformer").DiffusionTransformer
+    if client in PROTENIX:
+        kind = module_of(f"{client}.model.modules.transformer").DiffusionTransformer
         return filled(kind(32, 24, 8, BLOCKS, HEADS, cross_attention_mode=windows)).eval()
     kind = module_of("openfold3.core.model.layers.diffusion_transformer").DiffusionTransformer
     sizes = (QUERIES, KEYS) if windows else (None, None)
@@ -58,28 +59,28 @@ def inputs(client: str, samples: int, shared: bool) -> list[Tensor]:
     """a, s and z of 10 tokens. Protenix has no axis of structures."""
     shapes = [(samples, 10, 32), (1 if shared else samples, 10, 24), (1, 10, 10, 8)]
     torch.manual_seed(2)
-    lead = () if client == "protenix" else (1,)
+    lead = () if client in PROTENIX else (1,)
     return [torch.randn(*lead, *shape, dtype=torch.float64) for shape in shapes]
 
 
 def exact(original: Any, *args: Tensor, **named: Any) -> Tensor:
-    """What the client computes, in float64 throughout: Protenix casts q and k of an attention to float32, but not v."""
-    module, call = importlib.import_module(type(original).__module__), functools.partial(original, *args, **named)
-    if not module.__name__.startswith("protenix"):
+    """What the client computes, in float64 throughout: Protenix and OpenDDE attend in float32."""
+    call, package = functools.partial(original, *args, **named), type(original).__module__.partition(".")[0]
+    if package not in PROTENIX:
         return call()
     attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, scale=1.0)
-    primitives = importlib.import_module("protenix.model.modules.primitives")
+    primitives = importlib.import_module(f"{package}.model.modules.primitives")
     with mock.patch.object(primitives, "_attention", lambda q, k, v, attn_bias=None, **_: attend(q, k, v, attn_bias)):
         return call()
 
 
 def known(client: str) -> Any:
-    return af3_transformers.PROTENIX if client == "protenix" else af3_transformers.OPENFOLD3
+    return af3_transformers.PROTENIX if client in PROTENIX else af3_transformers.OPENFOLD3
 
 
 def rows_of(client: str) -> dict[str, Tensor]:
     """A mask of the tokens, where the client has one."""
-    return {} if client == "protenix" else {"mask": (torch.arange(10) < 8).double().view(1, 1, 10)}
+    return {} if client in PROTENIX else {"mask": (torch.arange(10) < 8).double().view(1, 1, 10)}
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -102,10 +103,10 @@ def test_answers_are_those_of_the_client(client: str, samples: int, shared: bool
 def atoms(client: str, samples: int, shared: bool, count: int) -> dict[str, Any]:
     """The arguments of a call of windows. OpenFold-3's last three atoms are padding, and its structures are two."""
     torch.manual_seed(2)
-    lead = (1, samples) if client == "protenix" else (2, samples)
+    lead = (1, samples) if client in PROTENIX else (2, samples)
     a, s = torch.randn(*lead, count, 32).double(), torch.randn(lead[0], 1 if shared else samples, count, 24).double()
     z = torch.randn(lead[0], 1, -(-count // QUERIES), QUERIES, KEYS, 8).double()
-    if client == "protenix":
+    if client in PROTENIX:
         return {"a": a[0], "s": s[0], "z": z[0], "n_queries": QUERIES, "n_keys": KEYS}
     mask = (torch.arange(count) < torch.tensor([[count - 3], [count]])).double().unsqueeze(1)
     return {"a": a, "s": s, "z": z, "mask": mask}
@@ -134,6 +135,19 @@ def test_windows_of_atoms_are_those_of_the_client(client: str, samples: int, cou
         del original.blocks[-1]
 
 
+@torch.no_grad()
+def test_opendde_may_add_a_bias(on_a_cpu: None) -> None:
+    """To the pair biases of tokens, once in a sampling."""
+    original, (a, s, z) = transformer("opendde"), inputs("opendde", 2, True)
+    extra = torch.randn(10, 10, dtype=torch.float64)
+    layer = Swap(original, is_called=True).layer
+    with keeping.sampling():
+        for bias in (None, extra, extra, 2 * extra):
+            expected = exact(original, a=a, s=s, z=z[0], extra_attn_bias=bias)
+            actual = known("opendde").call(layer, a=a, s=s, z=z[0], extra_attn_bias=bias)
+            assert (actual - expected).abs().max() < 1e-8
+
+
 @pytest.mark.parametrize("masked", [True, False])
 @torch.no_grad()
 def test_openfold3_may_mask_its_transitions(masked: bool, on_a_cpu: None) -> None:
@@ -159,7 +173,7 @@ def test_pair_biases_are_made_once_for_one_z(client: str, on_a_cpu: None, monkey
         lambda: z.mul_(2),
         lambda: (
             original.blocks[1]
-            .attention_pair_bias.get_submodule("linear_nobias_z" if client == "protenix" else "linear_z")
+            .attention_pair_bias.get_submodule("linear_nobias_z" if client in PROTENIX else "linear_z")
             .weight.mul_(2)
         ),
     ]
@@ -232,9 +246,10 @@ def test_atoms_that_are_left_to_the_client(client: str, on_a_cpu: None) -> None:
             known(client).call(layer, **arguments)
 
 
-def test_a_dropped_path_is_left_to_protenix() -> None:
-    original = transformer("protenix")
-    original.blocks[1].drop_path = module_of("protenix.model.modules.primitives").DropPath(0.1)
+@pytest.mark.parametrize(("client", "name"), [("protenix", "drop_path"), ("opendde", "residual_path")])
+def test_a_dropped_path_is_left_to_the_client(client: str, name: str) -> None:
+    original = transformer(client)
+    setattr(original.blocks[1], name, nn.Dropout(0.1))
     assert "other modules" in Swap(original, is_called=True).reason
 
 
@@ -255,7 +270,7 @@ def test_refusals_have_reasons(client: str, on_a_cpu: None) -> None:
             known(client).call(layer, a, s, z.float())
         with pytest.raises(UnknownArgument, match="does not know the argument 'scale'"):
             known(client).call(layer, a, s, z, scale=2.0)
-        if client == "protenix":
+        if client in PROTENIX:
             with pytest.raises(UnknownArgument, match="a pair representation that is normalised already"):
                 known(client).call(layer, a, s, z, enable_efficient_fusion=True)
             with pytest.raises(UnknownArgument, match="windows of a transformer of tokens"):
@@ -267,7 +282,7 @@ def sampler_of(client: str) -> tuple[Any, Callable[..., Callable[[], Any]]]:
     if client == "openfold3":
         sampler, sample = openfold3(torch.device("cpu"))
         return sampler.diffusion_module, sample
-    denoiser, sample = protenix("protenix", torch.device("cpu"))
+    denoiser, sample = protenix(client, torch.device("cpu"))
 
     def looped(*call: int, **options: Any) -> Callable[[], Any]:
         run = sample(*call)
@@ -294,7 +309,7 @@ def test_samples_are_those_of_the_client(client: str, on_a_cpu: None, monkeypatc
     """With one and two samples, and two lengths in turn. Steps share the pair representation, samples the condition."""
     denoiser, make = sampler_of(client)
     calls = ((1, 6), (2, 9), (1, 6))
-    first = len(calls) if client == "protenix" else 0  # it computes what steps share with the transformer of its encoder
+    first = len(calls) if client in PROTENIX else 0  # it computes what steps share with the transformer of its encoder
     expected = sampled(client, calls, make)
     monkeypatch.setattr(graphs, "Recorder", Again)
     seen: list[Tensor] = []
@@ -310,25 +325,29 @@ def test_samples_are_those_of_the_client(client: str, on_a_cpu: None, monkeypatc
 
 
 @pytest.mark.slow
-def test_protenix_without_a_cache_of_pairs(on_a_cpu: None) -> None:
+@pytest.mark.parametrize("client", PROTENIX)
+def test_protenix_without_a_cache_of_pairs(client: str, on_a_cpu: None) -> None:
     """The pair representation is computed once in a sampling, not in each step."""
-    denoiser, make = sampler_of("protenix")
+    denoiser, make = sampler_of(client)
     trunk = torch.randn(9, 9, 8)
     options: Any = {"pair_z": None, "z_trunk": trunk, "enable_efficient_fusion": False}
-    expected = sampled("protenix", [(2, 9)], make, **options)
+    expected = sampled(client, [(2, 9)], make, **options)
     made: list[Any] = []
     own = denoiser.diffusion_conditioning.prepare_cache
     denoiser.diffusion_conditioning.prepare_cache = lambda *x: made.append(x) or own(*x)
-    with evoattn.patch("protenix", graphs=False):
-        result = sampled("protenix", [(2, 9)], make, **options)
+    with evoattn.patch(client, graphs=False):
+        result = sampled(client, [(2, 9)], make, **options)
     assert (result[0] - expected[0]).norm() < 1e-5 * expected[0].norm() and len(made) == 2  # one of `make`
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fused", [True, False])
-def test_protenix_computes_what_is_refused_as_it_would(fused: bool, on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("client", PROTENIX)
+def test_protenix_computes_what_is_refused_as_it_would(
+    client: str, fused: bool, on_a_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit for bit, for one sample, with its own norm of all pairs before the blocks or without it."""
-    _, make = sampler_of("protenix")
+    _, make = sampler_of(client)
 
     def refused(*_: Any) -> Any:
         raise UnknownArgument("the test")
@@ -336,14 +355,14 @@ def test_protenix_computes_what_is_refused_as_it_would(fused: bool, on_a_cpu: No
     monkeypatch.setattr(diffusion, "prepared", refused)
     monkeypatch.setattr(denoisers, "_may_share", lambda _: False)
     options = {"enable_efficient_fusion": fused}
-    with evoattn.patch("protenix", graphs=False):
-        expected = sampled("protenix", [(1, 9)], make, **options)
+    with evoattn.patch(client, graphs=False):
+        expected = sampled(client, [(1, 9)], make, **options)
     monkeypatch.undo()
     monkeypatch.setenv("LAYERNORM_TYPE", "torch")
     monkeypatch.setattr(diffusion, "may_have_kernels", lambda _: keeping.keeps())
     monkeypatch.setattr(diffusion, "prepared", refused)
-    with evoattn.patch("protenix", graphs=False) as patched:
-        result = sampled("protenix", [(1, 9)], make, **options)
+    with evoattn.patch(client, graphs=False) as patched:
+        result = sampled(client, [(1, 9)], make, **options)
     assert torch.equal(result[0], expected[0]) and patched.passed_on["the test"] == TRANSFORMERS * STEPS + 1
 
 

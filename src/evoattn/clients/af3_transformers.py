@@ -1,4 +1,4 @@
-"""Diffusion transformers of Protenix and OpenFold-3, of tokens and of windows of atoms, in a sampling.
+"""Diffusion transformers of Protenix, OpenDDE and OpenFold-3, of tokens and of windows of atoms, in a sampling.
 
 The pair biases of all blocks are made once for one z, with the masks of windows added.
 """
@@ -100,8 +100,8 @@ def _make_protenix(client: Any) -> Any:
 
 
 def _is_plain_protenix(block: Any, crosses: bool) -> bool:
-    attention = block.attention_pair_bias
-    return attention.has_s and attention.cross_attention_mode == crosses and type(block.drop_path) is nn.Identity
+    attention, path = block.attention_pair_bias, getattr(block, "drop_path", None) or block.residual_path
+    return attention.has_s and attention.cross_attention_mode == crosses and type(path) is nn.Identity
 
 
 def _make_openfold3(client: Any) -> Any:
@@ -140,16 +140,17 @@ def _call_protenix(
     n_queries: int | None = None,
     n_keys: int | None = None,
     enable_efficient_fusion: bool = False,
+    extra_attn_bias: Tensor | None = None,
     **switches: Any,
 ) -> Tensor:
-    """Every token is attended, and every atom of a window."""
+    """Every token is attended, and every atom of a window. OpenDDE may add a bias `[*, L, L]` to those of tokens."""
     ignore(switches)
     if enable_efficient_fusion:
         raise UnknownArgument("a pair representation that is normalised already")
     if (transformer.blocks[0].attention_pair_bias.layer_norm_k is None) != (not n_queries or not n_keys):
         raise UnknownArgument("windows of a transformer of tokens, or none of one of atoms")
     if not n_queries or not n_keys:
-        return _run(transformer, a, s, z)
+        return _run(transformer, a, s, z, extra=extra_attn_bias)
 
     def windows(atoms: int) -> tuple[Tensor, Tensor]:
         first = n_queries // 2 - n_keys // 2 + n_queries * torch.arange(-(-atoms // n_queries), device=a.device)
@@ -182,13 +183,23 @@ def _call_openfold3(
 
 
 def _run(
-    transformer: Any, a: Tensor, s: Tensor, z: Tensor, mask: Tensor | None = None, transition_mask: Tensor | None = None
+    transformer: Any,
+    a: Tensor,
+    s: Tensor,
+    z: Tensor,
+    mask: Tensor | None = None,
+    transition_mask: Tensor | None = None,
+    extra: Tensor | None = None,
 ) -> Tensor:
-    """Compute a call of tokens: a `[*, L, c_a]`, s `[*, L, c_s]`, z `[*, L, L, c_z]`, masks `[*, L]`, with * broadcast."""
+    """Compute a call of tokens: a `[*, L, c_a]`, s `[*, L, c_s]`, z `[*, L, L, c_z]`, masks `[*, L]`, with * broadcast.
+
+    extra: `[*, L, L]`, is added to the pair biases.
+    """
     with _as_float32(a):
         fused = _prepared(transformer, a, s, z, mask)
-        owners = (_identity(z), *_of_pair_biases(transformer))
-        biases = latest("pair biases", transformer, owners, lambda: _projected(transformer, with_axes(z, a.ndim + 1)))
+        off = None if extra is None else with_axes(extra.to(a.dtype), a.ndim).unsqueeze(-3)
+        owners = [_identity(z), *_of_pair_biases(transformer), *([] if extra is None else [extra])]
+        biases = latest("pair biases", transformer, owners, lambda: _projected(transformer, with_axes(z, a.ndim + 1), off))
         s = with_axes(s, a.ndim)
         mask, transition_mask = (None if x is None else with_axes(x, a.ndim - 1) for x in (mask, transition_mask))
         return diffusion_steps.run(fused, a, s, biases, mask, None, transition_mask)
@@ -269,7 +280,7 @@ def _as_float32(a: Tensor) -> contextlib.AbstractContextManager[None]:
 
 
 class _Kept:
-    """What was made of some tensors, and what recordings read of that which it stands in for."""
+    """A thing made of some tensors, and earlier ones that recordings read."""
 
     def __init__(self, of: list[Tensor], settings: tuple[Any, ...], made: Any, before: list[_Kept]) -> None:
         self._of, self._states, self._settings = of, states(of), settings

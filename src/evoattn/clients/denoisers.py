@@ -1,12 +1,13 @@
-"""The denoisers of Protenix and OpenFold-3 in a sampling: what does not change from step to step is computed once.
+"""The denoisers of Protenix, OpenDDE and OpenFold-3 in a sampling: what does not change from step to step is computed once.
 
-Both compute the pair representation, that of atoms, and the condition of atoms in each step. A replacement returns the same
+All compute the pair representation, that of atoms, and the condition of atoms in each step. A replacement returns the same
 tensors in each step, so that the transformers find the pair biases that they made of them (`af3_transformers`).
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,9 @@ from evoattn.clients.af3_transformers import Denoiser, denoiser_now, latest
 from evoattn.clients.site import Count, Site
 from evoattn.nn.submodules import has_hooks
 
+MODE, ALONE = "OPENDDE_FOLDCP_MODE", "single"
+"""The variable by which OpenDDE splits pair representations over processes, and its value if it does not."""
+
 
 def _may_share(module: nn.Module) -> bool:
     """Return whether steps may share what a module computes: in a sampling on a GPU, if nobody sees that it is called."""
@@ -29,7 +33,7 @@ def _may_share(module: nn.Module) -> bool:
 
 
 def denoised(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
-    """Protenix' denoiser, whose steps share one pair representation.
+    """Protenix' denoiser, or OpenDDE's in one process, whose steps share one pair representation.
 
     The client would normalise it before the blocks in each step (`enable_efficient_fusion`). Here that is left to the first
     call of the transformer.
@@ -38,12 +42,13 @@ def denoised(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
     def f_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         conditioning = self.diffusion_conditioning
         known = not args and all(isinstance(kwargs.get(name), Tensor) for name in ("s_trunk", "s_inputs"))
-        if not known or not kwargs.get("use_conditioning", True) or not _may_share(conditioning):
+        known = known and kwargs.get("use_conditioning", True) and os.environ.get(MODE, ALONE) == ALONE
+        if not known or not _may_share(conditioning):
             return original(self, *args, **kwargs)
         pairs, single = kwargs.get("pair_z"), kwargs["s_trunk"]
         if pairs is None:
             trunk, relp = kwargs["z_trunk"], kwargs["input_feature_dict"]["relp"]
-            owners = (trunk, relp, *conditioning.parameters())
+            owners = [x for x in (trunk, relp, *conditioning.parameters()) if isinstance(x, Tensor)]
             pairs = latest("pairs", conditioning, owners, lambda: conditioning.prepare_cache(relp, trunk, False))
         one_condition = single.ndim == 2 and kwargs["s_inputs"].ndim == 2 and graphs.in_loop()
         fused = kwargs.get("enable_efficient_fusion", False)
@@ -158,7 +163,7 @@ def _checked(module: str, *names: str) -> tuple[Site, ...]:
 
 
 def protenix_sites(package: str) -> tuple[Site, ...]:
-    """The transformer and what its steps share, in Protenix."""
+    """The transformer and what its steps share, in Protenix or OpenDDE."""
     modules = f"{package}.model.modules"
     return (
         Site(f"{modules}.transformer", "DiffusionTransformer.forward", transformer_of_protenix, kind=diffusion.KIND),

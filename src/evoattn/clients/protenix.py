@@ -124,7 +124,7 @@ def _call_opendde_block(
 ) -> tuple[Tensor | None, Tensor]:
     """OpenDDE drops nothing."""
     ignore(switches)
-    if os.environ.get("OPENDDE_FOLDCP_MODE", "single") != "single":
+    if os.environ.get(denoisers.MODE, denoisers.ALONE) != denoisers.ALONE:
         raise UnknownArgument("a pair representation that OpenDDE splits over processes")
     z = layers.run(z, pair_mask, lambda *_: None, in_place=inplace_safe)
     return _single_of_protenix(layers, block, s, z, extra_attn_bias=extra_attn_bias), z
@@ -148,23 +148,22 @@ def _client(
     call_triangle: Callable[..., Tensor],
     call_block: Callable[..., Any],
     *more: Site,
-    transformer: KnownLayer | None = None,
 ) -> Client:
     """Protenix or OpenDDE.
 
     `model` is the class of the whole model, `method` is what its pairformer calls of a block. `call_triangle` and `call_block`
-    call our triangle attention and block. `transformer` is the diffusion transformer, if it is known.
+    call our triangle attention and block.
     """
     layers, primitives = f"{package}.model.triangular.layers", f"{package}.model.modules.primitives"
     triangles, block = f"{package}.model.triangular.triangular", f"{package}.model.modules.pairformer:PairformerBlock"
+    transformer = f"{package}.model.modules.transformer"
     layers_known = {
         f"{triangles}.TriangleAttention": triangle(call=call_triangle),
         f"{triangles}.TriangleMultiplicativeUpdate": MULTIPLICATION,
-        f"{package}.model.modules.transformer.AttentionPairBias": _PAIR_BIAS,
+        f"{transformer}.AttentionPairBias": _PAIR_BIAS,
         f"{primitives}.Transition": _TRANSITION,
     }
     block_known = {block.replace(":", "."): KnownBlock(call_block, "pair_transition", True, _SINGLE)}
-    transformers = {} if transformer is None else {f"{package}.model.modules.transformer.DiffusionTransformer": transformer}
     return Client(
         package,
         package,
@@ -181,7 +180,7 @@ def _client(
         layers=(
             *sites(layers_known, least_trained=FEW),
             *sites(block_known, least_trained=FEW, method=method),
-            *(denoisers.protenix_sites(package) if transformers else ()),
+            *denoisers.protenix_sites(package),
         ),
         steps=(
             Site(f"{package}.model.utils", "aggregate_atom_to_token", aggregation.means_by_token, counted=False),
@@ -190,7 +189,7 @@ def _client(
             # In inference blocks write into their input; recorded ones do not.
             *graphs.blocks(block, method=f".{method}", instead={"inplace_safe": False}),
         ),
-        known={**layers_known, **block_known, **transformers},
+        known={**layers_known, **block_known, f"{transformer}.DiffusionTransformer": af3_transformers.PROTENIX},
         linears=(f"{layers}.OpenfoldLinear", f"{primitives}.Linear"),
         norms=(f"{layers}.OpenFoldLayerNorm", f"{package}.model.layer_norm.layer_norm.FusedLayerNorm"),
     )
@@ -205,7 +204,6 @@ CLIENTS = {
         _call_protenix_block,
         Site("protenix.model.triangular.layers", "_tri_attention", queries_first(scaled=True)),
         Site("protenix.model.triangular.layers", "_deepspeed_evo_attn", queries_first(scaled=False)),
-        transformer=af3_transformers.PROTENIX,
     ),
     "opendde": _client("opendde", "OpenDDE", "forward_source", arguments.triangle, _call_opendde_block),
 }

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import evoattn
 from evoattn.clients import af3_transformers, denoisers, diffusion, graphs
 from evoattn.clients.arguments import ClientsOwn, UnknownArgument
+from evoattn.clients.graphs import FIRST
+from evoattn.clients.graphs.recorder import scout
 from evoattn.clients.site import Count
 from evoattn.clients.swap import Swap
 from evoattn.core import keeping
@@ -277,6 +279,14 @@ def test_refusals_have_reasons(client: str, on_a_cpu: None) -> None:
                 known(client).call(layer, a, s, z, n_queries=8, n_keys=16)
 
 
+class Scouting(Again):
+    """A recorder that first looks for what a CUDA graph cannot repeat."""
+
+    def record(self, run: Any, device: torch.device, *, draws: bool = False, keeps_casts: bool = False) -> Any:
+        scout(run, device, draws)
+        return super().record(run, device, draws=draws, keeps_casts=keeps_casts)
+
+
 def sampler_of(client: str) -> tuple[Any, Callable[..., Callable[[], Any]]]:
     """A denoiser, and what makes a sampling in the client's loop."""
     if client == "openfold3":
@@ -311,7 +321,8 @@ def test_samples_are_those_of_the_client(client: str, on_a_cpu: None, monkeypatc
     calls = ((1, 6), (2, 9), (1, 6))
     first = len(calls) if client in PROTENIX else 0  # it computes what steps share with the transformer of its encoder
     expected = sampled(client, calls, make)
-    monkeypatch.setattr(graphs, "Recorder", Again)
+    monkeypatch.setattr(graphs, "Recorder", Scouting)
+    monkeypatch.setattr(diffusion_steps, "prepared", lambda blocks, *_: diffusion_steps.Prepared(blocks))
     seen: list[Tensor] = []
     with evoattn.patch(client, graphs=True) as patched:
         result = sampled(client, calls, make)
@@ -320,6 +331,8 @@ def test_samples_are_those_of_the_client(client: str, on_a_cpu: None, monkeypatc
         result += sampled(client, calls[1:2], make)  # nothing is shared
         hook.remove()
     assert len(seen) == STEPS
+    (reasons,) = (x for site, x in patched.steps.items() if site.endswith("DiffusionModule.forward"))
+    assert reasons == {"": 3 * (STEPS - 3), FIRST: 3 * 3, "a module inside has hooks": STEPS}
     for ours, theirs in zip(result, (*expected, expected[1]), strict=True):
         assert (ours - theirs).norm() < 1e-5 * theirs.norm()
 

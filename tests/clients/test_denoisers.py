@@ -265,11 +265,15 @@ def test_a_cpu_computes_the_clients_own(client: str) -> None:
 
 @pytest.mark.parametrize("client", CLIENTS)
 @torch.no_grad()
-def test_refusals_have_reasons(client: str, on_a_cpu: None) -> None:
+def test_refusals_have_reasons(client: str, on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, (a, s, z) = Swap(transformer(client), is_called=True).layer, inputs(client, 2, True)
     with keeping.sampling():
         with pytest.raises(UnknownArgument, match="pair representation of a diffusion transformer that is not in float32"):
             known(client).call(layer, a, s, z.float())
+        with monkeypatch.context() as small:
+            small.setattr(af3_transformers, "_most_bytes", lambda _: BLOCKS * HEADS * 100 * 8 - 1)
+            with pytest.raises(UnknownArgument, match="more than a quarter of the GPU's memory"):
+                known(client).call(layer, a, s, z)
         with pytest.raises(UnknownArgument, match="does not know the argument 'scale'"):
             known(client).call(layer, a, s, z, scale=2.0)
         if client in PROTENIX:

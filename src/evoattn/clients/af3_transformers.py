@@ -197,12 +197,19 @@ def _run(
     """
     with _as_float32(a):
         fused = _prepared(transformer, a, s, z, mask)
+        if len(transformer.blocks) * transformer.no_heads * z[..., 0].numel() * z.element_size() > _most_bytes(z.device):
+            raise UnknownArgument("pair biases that would take more than a quarter of the GPU's memory")
         off = None if extra is None else with_axes(extra.to(a.dtype), a.ndim).unsqueeze(-3)
         owners = [_identity(z), *_of_pair_biases(transformer), *([] if extra is None else [extra])]
         biases = latest("pair biases", transformer, owners, lambda: _projected(transformer, with_axes(z, a.ndim + 1), off))
         s = with_axes(s, a.ndim)
         mask, transition_mask = (None if x is None else with_axes(x, a.ndim - 1) for x in (mask, transition_mask))
         return diffusion_steps.run(fused, a, s, biases, mask, None, transition_mask)
+
+
+def _most_bytes(device: torch.device) -> float:
+    """The memory that kept pair biases may take."""
+    return torch.cuda.get_device_properties(device).total_memory / 4 if device.type == "cuda" else float("inf")
 
 
 def _prepared(transformer: Any, a: Tensor, s: Tensor, z: Tensor, *others: Tensor | None) -> diffusion_steps.Prepared:

@@ -1,0 +1,50 @@
+"""Diffusion transformers of clients by the fused kernels in Triton's interpreter, beside the client's own."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.interpreted import INTERPRETED, run
+
+pytest.importorskip("triton")
+if not INTERPRETED:
+
+    @pytest.mark.slow
+    def test_in_the_interpreter() -> None:
+        """All tests below, in a process where Triton interprets."""
+        run(__file__, "not gpu")
+
+else:
+    from tests.helpers import interpreter
+
+    interpreter.patch()
+
+    from evoattn.clients.swap import Swap
+    from evoattn.core import keeping
+    from evoattn.nn import diffusion_steps
+    from tests.clients.test_denoisers import CLIENTS, atoms, exact, inputs, known, rows_of, transformer
+    from tests.pair.products import error
+
+    pytestmark = pytest.mark.usefixtures("poisoned")
+
+    @pytest.mark.parametrize("windows", [False, True])
+    @pytest.mark.parametrize("client", CLIENTS)
+    @torch.no_grad()
+    def test_no_further_from_float64_than_the_client(client: str, windows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("LAYERNORM_TYPE", "torch")  # Protenix compiles an extension otherwise
+        monkeypatch.setattr(diffusion_steps, "prepared", lambda blocks, *_: diffusion_steps.Prepared(blocks))
+        original = transformer(client, windows)
+        call: dict[str, Any] = atoms(client, 2, True, 29)
+        if not windows:
+            call = dict(zip(("a", "s", "z"), inputs(client, 2, True), strict=True)) | rows_of(client)
+        true = exact(original, **call)
+        original.float()
+        single = {name: x.float() if isinstance(x, Tensor) else x for name, x in call.items()}
+        plain, layer = original(**single), Swap(original, is_called=True).layer
+        assert diffusion_steps.Prepared(layer.blocks).is_plain
+        with keeping.sampling():
+            fused = known(client).call(layer, **single)
+        there = call.get("mask", torch.ones(1, true.shape[-2])).expand(true.shape[:-1]) > 0
+        assert error(fused[there], true[there]) <= max(1.5 * error(plain[there], true[there]), 2e-6)

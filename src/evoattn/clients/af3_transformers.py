@@ -19,7 +19,7 @@ from evoattn.clients import diffusion
 from evoattn.clients.arguments import UnknownArgument, ignore
 from evoattn.clients.known import KnownLayer, features, share
 from evoattn.core.devices import uncast
-from evoattn.core.keeping import is_capturing, made_once, states
+from evoattn.core.keeping import made_once, states
 from evoattn.dispatch.axes import with_axes
 from evoattn.nn import diffusion_steps
 from evoattn.nn.diffusion import DiffusionTransformer
@@ -286,35 +286,24 @@ def _as_float32(a: Tensor) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-class _Kept:
-    """A thing made of some tensors, and earlier ones that recordings read."""
+class _Kept(NamedTuple):
+    """A thing made of some tensors in some states, with some settings."""
 
-    def __init__(self, of: list[Tensor], settings: tuple[Any, ...], made: Any, before: list[_Kept]) -> None:
-        self._of, self._states, self._settings = of, states(of), settings
-        self.made, self._before = made, before
-        self.is_recorded = False
+    of: list[Tensor]
+    states: list[tuple[int, int]]
+    settings: tuple[Any, ...]
+    made: Any
 
     def holds(self, of: list[Tensor], settings: tuple[Any, ...]) -> bool:
-        if self._settings != settings or self._states != states(of):
+        if self.settings != settings or self.states != states(of):
             return False
-        return all(x is y for x, y in zip(self._of, of, strict=True))
+        return all(x is y for x, y in zip(self.of, of, strict=True))
 
 
 def latest(name: str, owner: nn.Module, tensors: Sequence[Tensor], make: Callable[[], Made], *settings: Any) -> Made:
-    """Return what `make` returns. A sampling keeps it for the last tensors alone: some clients have new ones in each step.
-
-    It also keeps what a CUDA graph reads.
-    """
-    of, before = list(tensors), []
-
-    def holds(kept: _Kept) -> bool:
-        if kept.holds(of, settings):
-            return True
-        before.extend([kept] if kept.is_recorded else kept._before)
-        return False
-
-    kept = made_once(name, (owner,), lambda: _Kept(of, settings, make(), before), holds)
-    kept.is_recorded |= is_capturing()
+    """Return what `make` returns. A sampling keeps it for the last tensors alone: some clients have new ones in each step."""
+    of = list(tensors)
+    kept = made_once(name, (owner,), lambda: _Kept(of, states(of), settings, make()), lambda x: x.holds(of, settings))
     made: Made = kept.made
     return made
 

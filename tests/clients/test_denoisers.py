@@ -287,9 +287,9 @@ def test_refusals_have_reasons(client: str, on_a_cpu: None, monkeypatch: pytest.
 class Scouting(Again):
     """A recorder that first looks for what a CUDA graph cannot repeat."""
 
-    def record(self, run: Any, device: torch.device, *, draws: bool = False, once: bool = False) -> Any:
+    def record(self, run: Any, device: torch.device, *, draws: bool = False, once: bool = False, anew: bool = False) -> Any:
         scout(run, device, draws)
-        return super().record(run, device, draws=draws, once=once)
+        return super().record(run, device, draws=draws, once=once, anew=anew)
 
 
 def sampler_of(client: str) -> tuple[Any, Callable[..., Callable[[], Any]]]:
@@ -338,8 +338,8 @@ def test_samples_are_those_of_the_client(client: str, on_a_cpu: None, monkeypatc
         hook.remove()
     assert len(seen) == STEPS
     (reasons,) = (x for site, x in patched.steps.items() if site.endswith("DiffusionModule.forward"))
-    replayed = 2 * (STEPS - 3) + STEPS  # the third sampling records nothing
-    assert reasons == {"": replayed, FIRST: 2 * 3, "a module inside has hooks": STEPS}
+    recorded = 3 if client == "openfold3" else 2  # whose windows depend on values, so that no recording is kept
+    assert reasons == {"": 3 * STEPS - 3 * recorded, FIRST: 3 * recorded, "a module inside has hooks": STEPS}
     for ours, theirs in zip(result, (*expected, expected[1]), strict=True):
         assert (ours - theirs).norm() < 1e-5 * theirs.norm()
 

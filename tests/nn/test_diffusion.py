@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from evoattn.core import keeping
+from evoattn.core import keeping, numerics
 from evoattn.nn import AttentionPairBias, ConditionedTransition, DiffusionTransformer, diffusion_steps, sampling
 from tests.helpers.dense_layers import diffusion_transformer
 from tests.nn.dense import Dense, leaves_of
@@ -179,3 +181,46 @@ def test_a_sampling_keeps_what_was_made_of_tensors() -> None:
         assert keeping.made_once("n", (x.clone(),), make) == 7
         assert keeping.made_once("n", (x,), make, lambda _: False) == 8
     assert not keeping.keeps()
+
+
+def test_a_sampling_has_a_precision() -> None:
+    """Samplings inside share it, and what is not one has none."""
+    assert keeping.precision() == "exact"
+    with sampling("bf16"):
+        with sampling("tf32"):
+            assert keeping.precision() == "bf16" and diffusion_steps.attention_dtype() == torch.bfloat16
+        with keeping.nothing_kept():
+            assert keeping.precision() == "exact"
+    with pytest.raises(ValueError, match="precision must be 'exact', 'tf32' or 'bf16', got 'fp8'"):
+        sampling("fp8")
+
+
+def test_kernels_take_the_products_of_a_precision_in_one_thread() -> None:
+    seen: list[str] = []
+    outside = numerics.float32_products()
+    with numerics.products_in("tf32"):
+        thread = threading.Thread(target=lambda: seen.append(numerics.float32_products()))
+        thread.start()
+        thread.join()
+        assert numerics.float32_products() == "tf32" and seen == [outside]
+        with numerics.products_in(None):
+            assert numerics.float32_products() == outside
+
+
+@pytest.mark.parametrize("precision", ["exact", "tf32", "bf16"])
+def test_pair_biases_of_a_sampling(precision: str) -> None:
+    """In bfloat16 they are copied once, with aligned rows, and the copy goes with the pair bias."""
+    _, found = prepared()
+    bias = torch.randn(2, 1, 4, 7, 7)
+    with sampling(precision):
+        first, second = (found.bias(bias, diffusion_steps.in_precision) for _ in range(2))
+        assert first is second and (first is bias) == (precision != "bf16")
+        if precision != "bf16":
+            return
+        assert first.dtype == torch.bfloat16 and torch.equal(first, bias.bfloat16())
+        assert first.stride(-1) == 1 and not any(stride % 8 for stride in first.stride()[:-1])
+        bias.mul_(2)
+        assert torch.equal(found.bias(bias, diffusion_steps.in_precision), bias.bfloat16())
+    there, kept = weakref.ref(bias), len(found._biases)
+    del first, second, bias
+    assert kept == 1 and there() is None and not len(found._biases)

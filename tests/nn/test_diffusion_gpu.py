@@ -76,7 +76,8 @@ def test_random_layers(seed: int, runs: list[Any]) -> None:
     assert len(runs) == 1 and error(fused, true) <= max(2 * error(plain, true), 2e-6)
 
 
-def test_windows() -> None:
+@pytest.mark.parametrize("precision", ["exact", "tf32", "bf16"])
+def test_windows(precision: str) -> None:
     layer, length = on_gpu(), 32
 
     def to_keys(x: Tensor) -> Tensor:
@@ -86,8 +87,9 @@ def test_windows() -> None:
     a, s = torch.randn(6, 1, length, 96).cuda(), torch.randn(6, 1, length, 64).cuda()
     z, mask = torch.randn(6, 1, length, 128, 16).cuda(), torch.ones(6, 1, 128).cuda()
     mask[0, :, :48], mask[-1, :, -48:] = 0, 0
-    plain = layer(a, s, z, mask, to_keys=to_keys)
-    with sampling():
+    with torch.autocast("cuda", torch.bfloat16, enabled=precision != "exact"):
+        plain = layer(a, s, z, mask, to_keys=to_keys)
+    with sampling(precision):
         fused = layer(a, s, z, mask, to_keys=to_keys)
     true = layer.double()(*double([a, s, z, mask]), to_keys=to_keys)
     assert error(fused, true) <= max(1.5 * error(plain, true), 1e-6)
@@ -120,6 +122,63 @@ def test_tf32_is_that_of_torch() -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
     true = layer.double()(*double(tensors))
     assert 1e-5 < error(fused, true) <= 1.5 * error(plain, true)
+
+
+def test_a_named_tf32_needs_no_setting_of_torch() -> None:
+    """It has the bits that torch's setting gives, and an exact sampling beside it stays exact."""
+    layer, tensors = on_gpu(), inputs(1, 152)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        with sampling():
+            expected = layer(*tensors)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    pair_bias = layer.pair_bias(tensors[2])  # in float32, whatever the setting
+    a, s, _, mask = tensors
+    with sampling("tf32"):
+        named = layer(a, s, mask=mask, pair_bias=pair_bias)
+    with sampling():
+        exact = layer(a, s, mask=mask, pair_bias=pair_bias)
+    true = layer.double()(*double(tensors))
+    assert error(named, true) <= 1.5 * error(expected, true) and error(exact, true) < 3e-6
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_layers_in_bf16(seed: int, runs: list[Any]) -> None:
+    """No further from float64 than the layers under autocast to bfloat16, in float32 with TF32's digits, and the same again."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def pick(*values: int) -> int:
+        return values[int(torch.randint(len(values), (), generator=rng))]
+
+    c_a, c_s = pick(32, 64, 96, 128), pick(24, 64, 128)
+    layer = on_gpu(seed, c_a, c_s, pick(1, 3), bool(seed % 2))
+    a, s, z, mask = inputs(pick(1, 3), pick(7, 31, 100, 129), c_a, c_s, bool(pick(0, 1)))
+    bias = layer.pair_bias(z)
+    with torch.autocast("cuda", torch.bfloat16):
+        low = layer(a, s, mask=mask, pair_bias=bias)
+    results = []
+    for precision in ("tf32", "bf16", "bf16"):
+        with sampling(precision):
+            results.append(layer(a, s, mask=mask, pair_bias=bias))
+    true = layer.double()(*double([a, s]), mask=mask.double(), pair_bias=bias.double())
+    budget = error(low, true)
+    assert len(runs) == 3 and torch.equal(*results[1:]) and results[1].dtype == torch.float32
+    assert error(results[0], true) < budget / 2 and error(results[1], true) < budget
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_a_graph_in_a_precision_has_the_same_bits(precision: str) -> None:
+    """It reads the pair bias that was made once, and a write to it makes another one."""
+    layer, (a, s, z, mask) = on_gpu(), inputs(2, 61)
+    bias = layer.pair_bias(z)
+    with sampling(precision):
+        before = layer(a, s, mask=mask, pair_bias=bias)
+        replay, result = captured(lambda _: layer(a, s, mask=mask, pair_bias=bias))
+        replay(0)
+        assert torch.equal(result, before)
+        bias.mul_(2)
+        assert not torch.equal(layer(a, s, mask=mask, pair_bias=bias), before)
 
 
 def test_samples_are_those_of_one_at_a_time() -> None:

@@ -25,7 +25,7 @@ else:
 
     interpreter.patch()
 
-    from evoattn.nn import diffusion_steps
+    from evoattn.nn import diffusion_steps, sampling
     from evoattn.testing import relative_error
     from tests.nn.transformers import transformer
 
@@ -40,6 +40,34 @@ else:
         double = [x.double() for x in (a, s, mask, bias)]
         true = layer.double()(*double[:2], mask=double[2], pair_bias=double[3], to_keys=to_keys, transition_mask=rows)
         assert relative_error(fused, true) <= max(1.5 * relative_error(plain, true), 5e-7)
+
+    def errors(precision: str) -> dict[str, float]:
+        """The errors of a precision, and of the layers in float32 and under autocast to bfloat16."""
+        rng = torch.Generator().manual_seed(5)
+        shapes = ((1, 2, 20, 32), (1, 1, 20, 24), (1, 1, 20, 20, 8))
+        a, s, z = (torch.randn(shape, generator=rng) for shape in shapes)
+        layer = transformer(32, 24, 8, 2, 2, threefold=True)
+        bias, mask = layer.pair_bias(z), (torch.arange(20) < 17).float().view(1, 1, 20)
+        results = {"float32": layer(a, s, mask=mask, pair_bias=bias)}
+        with torch.autocast("cpu", torch.bfloat16):
+            results["autocast"] = layer(a, s, mask=mask, pair_bias=bias)
+        fused = diffusion_steps.Prepared(layer.blocks)
+        with sampling(precision):
+            low = fused.bias(bias, diffusion_steps.in_precision)
+            assert fused.bias(bias, diffusion_steps.in_precision) is low, "made once"
+            results[precision] = diffusion_steps.run(fused, a, s, low, mask, None, None)
+        double = [x.double() for x in (a, s, mask, bias)]
+        true = layer.double()(*double[:2], mask=double[2], pair_bias=double[3])
+        assert all(x.dtype == torch.float32 for x in results.values())
+        return {name: relative_error(x, true) for name, x in results.items()}
+
+    def test_errors_follow_from_the_digits_of_a_precision() -> None:
+        """Autocast has factors and results of 8 binary digits. TF32 has three more. "bf16" has 8 only in some places."""
+        exact, tf32, bf16 = (errors(precision) for precision in ("exact", "tf32", "bf16"))
+        low = exact["autocast"]
+        assert exact["exact"] <= max(1.5 * exact["float32"], 5e-7)
+        assert low / 32 < tf32["tf32"] < low / 4
+        assert low / 4 < bf16["bf16"] < low
 
     def test_two_samples_share_a_condition() -> None:
         rng = torch.Generator().manual_seed(2)

@@ -24,9 +24,6 @@ from evoattn.nn.diffusion import DiffusionTransformer, ThreefoldConditionedTrans
 
 KIND = "diffusion transformer"
 
-_ALIGNED = 4
-"""Keys, of 4 bytes each, of which the rows of a bias hold a multiple: kernels load 16 bytes at once."""
-
 _NORM = "layer_norm_a=a_norm layer_norm_s=s_norm linear_g=s_scale linear_s=s_bias"
 _BLOCK = (
     "attention_pair_bias.mha.linear_*=pair_bias_attn.proj_* "
@@ -74,7 +71,7 @@ def _call_boltz2(
     if use_uniform_bias:
         raise UnknownArgument("a bias that all layers of a diffusion transformer share")
     fused = prepared(transformer, a, s, mask, bias)
-    biases = heads_first(bias).unflatten(1, (len(transformer.blocks), -1)).transpose(0, 1)
+    biases = fused.bias(bias, heads_first).unflatten(1, (len(transformer.blocks), -1)).transpose(0, 1)
     return _run(fused, a, s, mask, to_keys, multiplicity, biases)
 
 
@@ -136,13 +133,8 @@ def _run(
 
 
 def heads_first(bias: Tensor) -> Tensor:
-    """A bias `[*, Q, K, H]` as `[*, H, Q, K]` with rows of keys that start on multiples of 16 bytes. A copy if need be."""
-    turned = bias.movedim(-1, -3)
-    if turned.stride(-1) == 1 and not any(stride % _ALIGNED for stride in turned.stride()[:-1]):
-        return turned
-    *lead, keys = turned.shape
-    made = torch.empty((*lead, keys + -keys % _ALIGNED), dtype=bias.dtype, device=bias.device)[..., :keys]
-    return made.copy_(turned)
+    """A bias `[*, Q, K, H]` as `[*, H, Q, K]`, in the precision of the sampling and with aligned rows. A copy if need be."""
+    return diffusion_steps.aligned(bias.movedim(-1, -3), diffusion_steps.attention_dtype())
 
 
 def attends_to_all(mask: Tensor) -> bool:
@@ -156,7 +148,7 @@ def conditioned(original: Callable[..., Any], count: Count) -> Callable[..., Any
     def arranged(name: str, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        if name == "token_trans_bias":
+        if name == "token_trans_bias" and diffusion_steps.attention_dtype() == torch.float32:  # else `Prepared.bias` does so
             return made_once(name, (x,), lambda: heads_first(x.float()).movedim(1, -1))
         return x if x.dtype == torch.float32 else made_once(name, (x,), x.float)
 

@@ -1,4 +1,4 @@
-"""Things that are made of tensors once, and used until a sampling ends: split weights, biases in the layout of kernels.
+"""A sampling: its precision, and what is made of tensors once until it ends, such as split weights and arranged biases.
 
 They are dropped with the sampling, in which their tensors may not change. A write that torch counts, or another tensor in the
 place of one, makes them anew. A CUDA graph that makes them itself keeps them as long as it exists.
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from evoattn.core.numerics import check_precision
+
 Made = TypeVar("Made")
 
 
@@ -25,52 +27,84 @@ class Fact(NamedTuple):
     value: Any
 
 
-class _Store(dict[Any, Any]):
-    """The things that a sampling keeps.
+class _Sampling(dict[Any, Any]):
+    """A running sampling: the things that it keeps.
 
     Attributes:
+        precision: that of the sampling.
         facts: of tensors, by name and tensor.
         records: whether a graph is recorded that makes things once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, precision: str) -> None:
         super().__init__()
+        self.precision = precision
         self.facts: dict[tuple[str, int], tuple[list[tuple[int, int]] | None, Fact]] = {}  # None: whatever is written to it
         self.records = False
 
 
-_kept: contextvars.ContextVar[_Store | None] = contextvars.ContextVar("kept", default=None)
+_running: contextvars.ContextVar[_Sampling | None] = contextvars.ContextVar("sampling", default=None)
 
 
-@contextlib.contextmanager
-def sampling() -> Iterator[None]:
+def sampling(precision: str = "exact") -> contextlib.AbstractContextManager[None]:
     """Let layers split their weights once, until the block ends.
 
     The weights may not change inside: a write through `.data`, or to a tensor of inference mode, is seen by nobody. Call the
     layers on one stream. What was made of a weight stays until the end, also of one that the caller has dropped. A sampling
-    inside of another one shares what that has. Recordings of CUDA graphs inside read what is kept: drop them with it.
+    inside of another one shares what that has, and its precision. Recordings of CUDA graphs inside read what is kept: drop them
+    with it.
+
+    Args:
+        precision: of the fused kernels inside. Only they know it: whatever layers or a CPU compute is as outside.
+
+            - "exact": float32, or TF32 if `torch.backends.cuda.matmul` allows it.
+            - "tf32": factors of products have the 11 digits of TF32, whatever torch allows.
+            - "bf16": factors of products have 11 digits too, at least those of bfloat16. Queries, keys, values, gates, hidden
+              channels and pair biases are bfloat16, and so are the factors of the attention.
+
+            Sums, the residual stream, norms, softmax and what the condition gives are float32 in each.
+
+    Raises:
+        ValueError: the precision is not known.
+
+    Example:
+        >>> from evoattn.nn import sampling
+        >>> with sampling("bf16"):
+        ...     pass
     """
-    token = _kept.set(_Store()) if _kept.get() is None else None
+    check_precision(precision)
+    return _sampling(precision)
+
+
+@contextlib.contextmanager
+def _sampling(precision: str) -> Iterator[None]:
+    token = _running.set(_Sampling(precision)) if _running.get() is None else None
     try:
         yield
     finally:
         if token is not None:
-            _kept.reset(token)
+            _running.reset(token)
 
 
 @contextlib.contextmanager
 def nothing_kept() -> Iterator[None]:
     """Let nothing be kept, and nothing that is kept be used, until the block ends."""
-    token = _kept.set(None)
+    token = _running.set(None)
     try:
         yield
     finally:
-        _kept.reset(token)
+        _running.reset(token)
 
 
 def keeps() -> bool:
     """Return whether a sampling is running."""
-    return _kept.get() is not None
+    return _running.get() is not None
+
+
+def precision() -> str:
+    """The precision of the sampling that runs, "exact" if none does."""
+    found = _running.get()
+    return "exact" if found is None else found.precision
 
 
 def made_once(
@@ -84,7 +118,7 @@ def made_once(
         make: makes it.
         holds: takes the result of an earlier `make`, and returns whether it is still right.
     """
-    store = _kept.get()
+    store = _running.get()
     if store is None:
         return make()
     key, tensors = (name, *map(id, owners)), [x for x in owners if isinstance(x, Tensor)]
@@ -99,7 +133,7 @@ def made_once(
 
 def may_keep() -> bool:
     """Return whether what is made now may be used by later steps. What a graph computes has its values at each replay alone."""
-    store = _kept.get()
+    store = _running.get()
     return not is_capturing() or (store is not None and store.records)
 
 
@@ -114,7 +148,7 @@ def made_by_a_graph(anew: bool) -> Iterator[dict[Any, Any]]:
     Returns:
         What the graph reads, once the block has ended.
     """
-    store, made = _kept.get(), dict[Any, Any]()
+    store, made = _running.get(), dict[Any, Any]()
     if store is None:
         yield made
         return
@@ -133,7 +167,7 @@ def made_by_a_graph(anew: bool) -> Iterator[dict[Any, Any]]:
 
 def fact(name: str, tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
     """Return what `read` returns of a tensor. It waits for the GPU once in a sampling."""
-    store = _kept.get()
+    store = _running.get()
     if store is None:
         return read(tensor)
     found = store.facts.get((name, id(tensor)))
@@ -144,7 +178,7 @@ def fact(name: str, tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
 
 def facts_of(tensor: Tensor, copy: Tensor) -> list[Fact]:
     """The facts that a sampling has read of a tensor. It takes them for those of a copy from now on."""
-    store = _kept.get()
+    store = _running.get()
     if store is None:
         return []
     found = {key: known for key, (_, known) in store.facts.items() if known.tensor is tensor}

@@ -17,7 +17,10 @@ The backward recomputes P = exp(S - reference) / 2**lse. `natural_lse` makes the
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -36,15 +39,41 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+PRECISIONS = ("exact", "tf32", "bf16")
+"""Names of the precisions of a sampling (`core.keeping.sampling`)."""
+
+_products: contextvars.ContextVar[str | None] = contextvars.ContextVar("products", default=None)
+
+
+def check_precision(precision: str) -> None:
+    """Raise ValueError unless this is the name of a precision."""
+    if precision not in PRECISIONS:
+        first, *others = map(repr, PRECISIONS)
+        raise ValueError(f"precision must be {', '.join([first, *others[:-1]])} or {others[-1]}, got {precision!r}")
+
+
 def float32_products() -> str:
-    """torch's setting for products of float32 matrices on NVIDIA GPUs, such as "tf32" or "ieee".
+    """The setting for products of float32 matrices on NVIDIA GPUs, such as "tf32" or "ieee": torch's, or that of `products_in`.
 
     torch before 2.9 has only allow_tf32. Later ones raise if that is read after fp32_precision was set.
     """
+    chosen = _products.get()
+    if chosen is not None:
+        return chosen
     if _HAS_FP32_PRECISION:
         setting: str = torch.backends.cuda.matmul.fp32_precision
         return setting
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+@contextlib.contextmanager
+def products_in(setting: str | None) -> Iterator[None]:
+    """Let the kernels of evoattn take another setting than torch's in this thread, until the block ends. None: torch's."""
+    token = _products.set(setting)
+    try:
+        yield
+    finally:
+        _products.reset(token)
 
 
 def natural_lse(lse: Tensor, reference: Tensor) -> Tensor:

@@ -159,8 +159,9 @@ class DiffusionTransformer(Layer):
     `conditioned_transition`.
 
     Inside `evoattn.nn.sampling()`, on a GPU and without gradients, float32 is computed by fused kernels, whose products are no
-    further from float64 than cuBLAS' (`evoattn.pair.linear`). With TF32 in `torch.backends.cuda.matmul`, they are those of
-    TF32. Whatever has to be seen, such as hooks, and all other calls are computed by the layers.
+    further from float64 than cuBLAS' (`evoattn.pair.linear`). With TF32 in `torch.backends.cuda.matmul`, or with
+    `sampling("tf32")`, they are those of TF32. With `sampling("bf16")` the attention is one of bfloat16 too. Whatever has to be
+    seen, such as hooks, and all other calls are computed by the layers.
 
     Args:
         c_a: channels of a.
@@ -227,6 +228,7 @@ class DiffusionTransformer(Layer):
         bias = self.pair_bias(z) if z is not None else pair_bias
         fused = diffusion_steps.prepared(self.blocks, a, s, bias, mask, transition_mask)
         if fused is not None:
+            bias = fused.bias(bias, diffusion_steps.in_precision)  # type: ignore[arg-type]
             return diffusion_steps.run(fused, a, s, bias, mask, to_keys, transition_mask)
         for block, block_bias in zip(self.blocks, bias.unbind(0), strict=True):  # type: ignore[union-attr]
             a = block(a, s, mask, pair_bias=block_bias, to_keys=to_keys, transition_mask=transition_mask)

@@ -1,4 +1,4 @@
-"""The diffusion transformer in inference, in float32: launches of fused kernels, nine for each block.
+"""The diffusion transformer in inference, in float32 or a lower precision: launches of fused kernels, nine for each block.
 
 | launch | result |
 |---|---|
@@ -14,6 +14,9 @@
 
 All that the condition s gives is made for many blocks at once: scales and shifts of AdaLN of norm(s), gates of s. The weights
 of that norm are multiplied into those of the products when these are split.
+
+The precision is that of the sampling (`core.keeping`). In "bf16" the products write q, k, v, the gate and the factors of the
+hidden channels in bfloat16, and so the attention is one of bfloat16. All else is as in "tf32".
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from evoattn.core import guards
 from evoattn.core.devices import installed
-from evoattn.core.keeping import keeps, made_once, may_keep, states
-from evoattn.core.numerics import float32_products
+from evoattn.core.keeping import keeps, made_once, may_keep, precision, states
+from evoattn.core.numerics import float32_products, products_in
 from evoattn.nn.attention import Attention, attend_masked, heads, mask_arguments
 from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
 from evoattn.nn.submodules import has_global_hooks, is_linear, is_norm, may_skip
@@ -96,6 +100,7 @@ class Prepared:
         self._settings = _settings(blocks) if is_float and all(map(_is_plain, blocks)) else set()
         self.is_plain = len(self._settings) == 1
         self._weights: dict[bool, tuple[list[_Block], _Conditions]] = {}
+        self._biases = WeakTensorKeyDictionary()
 
     def _has_hooks(self) -> bool:
         """Return whether hooks, or forwards of their own, run with the modules."""
@@ -117,6 +122,41 @@ class Prepared:
                 self._weights[low] = found
         return found
 
+    def bias(self, bias: Tensor, arrange: Callable[[Tensor], Tensor]) -> Tensor:
+        """A pair bias as `arrange` makes it: in float32 each time, in bfloat16 once for as long as the pair bias is there."""
+        if attention_dtype() == torch.float32:
+            return arrange(bias)
+        at, made = self._biases.get(bias, (None, None))
+        if made is None or at != states([bias]):
+            made = arrange(bias)
+            if made.dtype != bias.dtype and may_keep():  # a view of the pair bias would keep it
+                self._biases[bias] = (states([bias]), made)
+        return made  # type: ignore[no-any-return]
+
+
+def attention_dtype() -> torch.dtype:
+    """The dtype of the factors and the pair biases of attentions in the sampling that runs."""
+    return torch.bfloat16 if precision() == "bf16" else torch.float32
+
+
+def aligned(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A pair bias `[*, Q, K]` whose rows of keys start on multiples of 16 bytes, so that kernels load so many at once.
+
+    It is a copy if need be. What has another dtype gets this one.
+    """
+    unit = 16 // dtype.itemsize
+    if bias.dtype == dtype and bias.stride(-1) == 1 and not any(stride % unit for stride in bias.stride()[:-1]):
+        return bias
+    *lead, keys = bias.shape
+    made = torch.empty((*lead, keys + -keys % unit), dtype=dtype, device=bias.device)[..., :keys]
+    return made.copy_(bias)
+
+
+def in_precision(bias: Tensor) -> Tensor:
+    """A pair bias as the attention takes it: in float32 as it is, in bfloat16 as a copy with aligned rows."""
+    dtype = attention_dtype()
+    return bias if dtype == torch.float32 else aligned(bias, dtype)
+
 
 def prepared(blocks: Sequence[Any], a: Tensor, s: Tensor, *others: Tensor | None) -> Prepared | None:
     """Prepare a call that `run` computes: on a GPU, in float32, inside `sampling`, without gradients. None: another one."""
@@ -132,7 +172,7 @@ def prepared(blocks: Sequence[Any], a: Tensor, s: Tensor, *others: Tensor | None
         return None
     if torch.is_autocast_enabled("cuda") or not guards.only_computes() or not guards.ordinary(tensors):
         return None
-    if float32_products() not in ("none", "ieee", "tf32"):
+    if precision() == "exact" and float32_products() not in ("none", "ieee", "tf32"):
         return None
     found = made_once("diffusion transformer", (blocks,), lambda: Prepared(blocks), Prepared.holds)
     if not found.is_plain:
@@ -191,10 +231,23 @@ def run(
     to_keys: Callable[[Tensor], Tensor] | None,
     transition_mask: Tensor | None,
 ) -> Tensor:
-    """`DiffusionTransformer.forward` of a call, whose arguments are checked."""
+    """`DiffusionTransformer.forward` of a call, whose arguments are checked. A pair bias of another dtype is cast each time."""
+    with products_in(None if precision() == "exact" else "tf32"):
+        return _run(prepared, a, s, pair_bias, mask, to_keys, transition_mask)
+
+
+def _run(
+    prepared: Prepared,
+    a: Tensor,
+    s: Tensor,
+    pair_bias: Any,
+    mask: Tensor | None,
+    to_keys: Callable[[Tensor], Tensor] | None,
+    transition_mask: Tensor | None,
+) -> Tensor:
     from evoattn.pair.products import steps
 
-    low, blocks = float32_products() != "tf32", prepared.blocks
+    low, dtype, blocks = float32_products() != "tf32", attention_dtype(), prepared.blocks
     weights, of_condition = prepared.weights(low)
     lead, positions, channels = a.shape[:-2], a.shape[-2], a.shape[-1]
     s, samples = _shared(s, lead, positions)
@@ -203,7 +256,7 @@ def run(
     count = rows.shape[0]
     s_norm = steps.split(s, kind="norm", eps=blocks[0].attention_pair_bias.layer_norm_a.layer_norm_s.eps, low=low)
     s_whole = steps.split(s, low=low)
-    y = rows.new_empty((count + 1, weights[0].qkvg.hi.shape[0]))  # the first row is what `to_keys` picks outside
+    y = rows.new_empty((count + 1, weights[0].qkvg.hi.shape[0]), dtype=dtype)  # the first row is what `to_keys` picks outside
     picked = None
     if to_keys is not None:
         picked = to_keys.rows if isinstance(to_keys, Keys) else _index(to_keys, lead, positions, a.device)
@@ -211,7 +264,7 @@ def run(
         y[0] = 0
     factors = None if transition_mask is None else transition_mask.expand(a.shape[:-1]).reshape(-1).float().contiguous()
     first = blocks[0].attention_pair_bias
-    masks = mask_arguments(mask, a.dtype, inf=first.inf, empty_rows=first.empty_rows)
+    masks = mask_arguments(mask, dtype, inf=first.inf, empty_rows=first.empty_rows)
     group = max(1, _CONDITIONS // (6 * channels * s.shape[0]))
     for i, (block, w) in enumerate(zip(blocks, weights, strict=True)):
         if i % group == 0:
@@ -231,12 +284,12 @@ def run(
         q, gates = y[1:, :width], y[1:, 3 * width :]
         keys = y[1:, width : 3 * width] if picked is None else y[:, width : 3 * width].index_select(0, picked)
         q, k, v = (heads(x.unflatten(0, (*lead, -1)), attention.no_heads) for x in (q, *keys.split(width, -1)))
-        o = attend_masked(q, k, v, masks, pair_bias[i], None, inf=attention.inf)
+        o = attend_masked(q, k, v, masks, pair_bias[i] if dtype == a.dtype else pair_bias[i].to(dtype), None, inf=attention.inf)
         x = steps.split(o.reshape(count, width), gates, kind="gate", low=low)
         steps.product(x, w.out, w.out_bias, gate=gate, base=rows, out=rows, **sharing)
         eps = transition.layer_norm.layer_norm_a.eps
         x = steps.split(rows, next_scale, next_shift, kind="adapt", eps=eps, low=low, **sharing)
-        u = steps.product(x, w.hidden).split(w.last.hi.shape[1], -1)
+        u = steps.product(x, w.hidden, dtype=dtype).split(w.last.hi.shape[1], -1)
         x = steps.split(*u, kind="swiglu", low=low)
         steps.product(x, w.last, gate=last_gate, mask=factors, base=rows, out=rows, **sharing)
     return rows.view(a.shape)

@@ -9,7 +9,8 @@ the largest one is subnormal. A product is three products of float16:
 
     x w = unit_x * unit_w * (hi_x hi_w + (hi_x lo_w + lo_x hi_w) / 2,048)
 
-Tensor cores cut off digits when they add. So the first sum leaves them after each BLOCK_K channels and is added in float32.
+Tensor cores cut off digits when they add. So the first sum leaves them after each BLOCK_K channels and is added in float32. If
+hi alone is multiplied, its 11 bits lose a hundred times more than that, and the sum stays in the tensor core.
 
 A row with an infinity or NaN has the unit 0, and keeps the signs of its other numbers alone: no result of it is finite.
 Programs that meet such a row multiply once more, in float32, and so return what float32 returns.
@@ -156,7 +157,9 @@ def product_kernel(
         if V.LOW:
             b_low = tl.dot(b_xh, _load(w.lo, o_nk, start + o_k[:, None], k, V), b_low)
             b_low = tl.dot(_load(x.lo, o_mk, start + o_k[None, :], k, V), b_wh, b_low)
-        b_acc += tl.dot(b_xh, b_wh) * one
+            b_acc += tl.dot(b_xh, b_wh) * one
+        else:
+            b_acc = tl.dot(b_xh, b_wh, b_acc)
     b_xu, b_wu = tl.load(x.unit + o_m % m), tl.load(w.unit + o_n % n)
     b_y = (b_acc + b_low / 2048.0) * (b_xu[:, None] * b_wu[None, :])
     if (tl.min(b_xu, 0) == 0) | (tl.min(b_wu, 0) == 0):

@@ -65,8 +65,8 @@ def split(
     """Split a matrix, or what is computed of its rows.
 
     Args:
-        x: `[R, K]`.
-        a, b: `[R, K]` with stride 1 along K, or `[R / samples, K]` with kind "adapt".
+        x: `[R, K]`, in float32 or bfloat16.
+        a, b: `[R, K]` with stride 1 along K and of the same dtypes, or `[R / samples, K]` with kind "adapt".
         kind: "" splits x; "norm" norm(x); "adapt" norm(x) a + b; "gate" x sigmoid(a); "swiglu" silu(x) a, times b if it is
             given.
         factor: `[K]`, which is multiplied in.
@@ -135,6 +135,7 @@ def product(
     samples: int = 1,
     positions: int = 1,
     out: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """base + mask * gate * y, where y = x w^T + bias, or its sigmoid.
 
@@ -146,12 +147,13 @@ def product(
         mask: `[M]`.
         base: `[M, N]`.
         out: `[M, N]`, which is written and may be base, or None.
+        dtype: of the result without `out`.
 
     Returns:
-        `[M, N]` in float32, or `out`.
+        `[M, N]` in `dtype`, or `out`.
     """
     (m, k), n = x.hi.shape, w.hi.shape[0]
-    out = torch.empty((m, n), dtype=torch.float32, device=x.hi.device) if out is None else out
+    out = torch.empty((m, n), dtype=dtype, device=x.hi.device) if out is None else out
     low = x.lo is not None and w.lo is not None
     tile = tile_of(m, n, k, x.hi.device, low=low)
     variant = kernels.ProductVariant(

@@ -35,7 +35,7 @@ Case = dict[str, Any]
 class Way:
     """A way to run a program: the arguments of `evoattn.patch`, None for none, and whether cuEquivariance is used."""
 
-    patch: Mapping[str, bool] | None
+    patch: Mapping[str, Any] | None
     kernels: bool = False
 
 

@@ -33,7 +33,10 @@ def by_layers(fused: Any, a: Tensor, s: Tensor, bias: Any, mask: Any, to_keys: A
 
 def prepared(blocks: Any, *_: Any) -> Any:
     """`diffusion_steps.prepared` without the check of the device."""
-    return diffusion_steps.Prepared(blocks) if keeping.keeps() and guards.only_computes() else None
+    if not keeping.keeps() or not guards.only_computes():
+        return None
+    kind = diffusion_steps.Prepared
+    return keeping.made_once("diffusion transformer", (blocks,), lambda: kind(blocks), kind.holds)
 
 
 @pytest.fixture
@@ -123,6 +126,36 @@ def test_biases_are_arranged_for_kernels() -> None:
     assert torch.equal(arranged, bias.movedim(-1, 1))
     assert arranged.stride(-1) == 1 and not any(x % 4 for x in arranged.stride()[:-1])
     assert diffusion.heads_first(arranged.movedim(1, -1)).data_ptr() == arranged.data_ptr()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("precision", ["exact", "bf16"])
+def test_biases_are_in_the_precision_of_a_sampling(
+    precision: str, version: int, monkeypatch: pytest.MonkeyPatch, on_a_cpu: None
+) -> None:
+    """And cast once for all steps, whose rows of keys start on multiples of 16 bytes."""
+    seen: list[Any] = []
+    monkeypatch.setattr(diffusion_steps, "run", lambda _, a, s, bias, *__: seen.append(bias) or a)
+    layer = Swap(transformer(version, torch.float32), is_called=True).layer
+    a, s, mask = torch.randn(1, 6, 32), torch.randn(1, 6, 24), torch.ones(1, 6)
+    pairs, cache = torch.randn(1, 6, 6, 8 if version == 1 else 12), dict[str, Any]()
+    with keeping.sampling(precision):
+        arranged = diffusion.conditioned(lambda _, *, diffusion_conditioning, **__: diffusion_conditioning, Count())
+        shared = {"diffusion_conditioning": {"token_trans_bias": pairs}, "s_trunk": s, "feats": {"token_pad_mask": mask}}
+        for _ in range(2):
+            if version == 1:
+                diffusion.BOLTZ1.call(layer, a, s, z=pairs, mask=mask, model_cache=cache)
+            else:
+                bias = arranged(nn.Linear(2, 2), **shared)["token_trans_bias"]
+                assert bias.dtype == torch.float32 and bias.float() is bias  # as the client casts it
+                diffusion.BOLTZ2.call(layer, a, s, bias=bias, mask=mask)
+    first, second = ([x.squeeze(1) for x in each] for each in seen)
+    assert {x.dtype for x in first} == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    assert all(x.data_ptr() == y.data_ptr() for x, y in zip(first, second, strict=True))
+    assert all(x.stride(-1) == 1 and not x.stride(-2) * x.itemsize % 16 for x in first)
+    if version == 2:
+        assert all(torch.equal(x, y.movedim(-1, 1).to(x)) for x, y in zip(first, pairs.split(4, -1), strict=True))
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """`patch(graphs=True)` of a client, and which of its steps, blocks and loops are recorded."""
 
+import dataclasses
 import importlib
 import pathlib
 import sys
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 import evoattn
 from evoattn.clients import graphs, patching
 from evoattn.clients.graphs import ELSEWHERE, FIRST
+from evoattn.clients.graphs.recorder import modes
 from evoattn.clients.releases import digest, sources
-from evoattn.clients.site import Client, Count, Site
-from tests.clients.recording import Block, Denoiser, Trunk, draw
+from evoattn.clients.site import TRANSFORMER, Client, Count, Site
+from evoattn.core import keeping
+from tests.clients.recording import Block, Denoiser, Trunk, Watched, draw, recordings
 from tests.helpers.recorders import Traced
 
 DENOISER = """
@@ -108,6 +111,55 @@ def test_what_has_no_steps_and_what_has_moved(stepping: Any, monkeypatch: pytest
     with pytest.raises(evoattn.clients.UnknownRelease, match="stepping_client:Denoiser"):
         evoattn.patch("stepping", layers=False, graphs=True)
     assert type(stepping).forward is original and not patching.active
+
+
+def test_the_loop_of_a_patch_is_a_sampling_in_its_precision(stepping: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    sites = (Site("stepping_client", "Denoiser.activate", graphs.loop, counted=False),)
+    transformer = dataclasses.replace(LAYER, name="Denoiser.forward", kind=TRANSFORMER)
+    known = {
+        "stepping": Client("stepping", "stepping", (), layers=(transformer,), steps=sites),
+        "still": Client("still", "stepping", (), steps=sites),
+    }
+    monkeypatch.setattr(patching, "client", known.__getitem__)
+    monkeypatch.setattr(type(stepping), "activate", lambda self, x: seen.append(keeping.precision()))
+    monkeypatch.setattr(patching, "check_function", lambda _, site: site.find())
+    for precision in (None, "tf32", "bf16"):
+        with evoattn.patch("stepping", graphs=True, precision=precision) as patched:
+            stepping.activate(None)
+            assert patched.precision == seen[-1] == (precision or "exact")
+            assert ("in no call" in str(patched)) == (patched.precision != "exact")
+            assert evoattn.patch("stepping", graphs=True) is patched
+            with pytest.raises(ValueError, match=f"precision must be '{seen[-1]}' for 'stepping', which is patched with it"):
+                evoattn.patch("stepping", graphs=True, precision="exact" if precision else "bf16")
+        assert keeping.precision() == "exact" and not patching.active
+    with pytest.raises(ValueError, match="precision must be 'exact', 'tf32' or 'bf16', got 'fp8'"):
+        evoattn.patch("stepping", graphs=True, precision="fp8")
+    with pytest.raises(ValueError, match="precision must be 'exact' unless layers and graphs are True, got 'bf16'"):
+        evoattn.patch("stepping", precision="bf16")
+    with pytest.raises(ValueError, match="precision must be 'exact' for 'still', got 'bf16': .* of 'stepping'"):
+        evoattn.patch("still", graphs=True, precision="bf16")
+    assert not patching.active
+
+
+def test_recordings_are_of_one_precision() -> None:
+    with keeping.sampling("bf16"):
+        low = modes("cpu")
+    with keeping.sampling():
+        assert modes("cpu") != low
+
+
+def test_a_patch_of_all_names_the_clients_that_a_precision_does_not_reach(
+    stepping: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = {
+        "stepping": Client("stepping", "stepping", (), layers=(dataclasses.replace(LAYER, kind=TRANSFORMER),), steps=(SITE,)),
+        "still": Client("still", "stepping", ()),
+    }
+    monkeypatch.setattr(patching, "client", known.__getitem__)
+    with evoattn.patch(graphs=True, precision="bf16") as patched:
+        assert set(patched.versions) == set(known) and patched.precision == "bf16"
+    assert "evoattn leaves still in its own precision" in (err := capsys.readouterr().err) and "leaves stepping" not in err
 
 
 def test_what_is_computed_does_not_depend_on_a_clock() -> None:

@@ -1,5 +1,6 @@
 """`evoattn run`: what is counted, the line at the end, and refusals. ESMFold once, for real."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -72,17 +73,23 @@ def test_layers_are_watched_too(program: Program, capfd: pytest.CaptureFixture[s
     assert program.run("python", "program.py")[:2] == (0, "ours\n")
 
 
-@pytest.mark.parametrize(("options", "graphs"), [((), True), (("--no-graphs",), False)])
-def test_steps_are_recorded_by_default(options: tuple[str, ...], graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, Any] = {}
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `evoattn run` tells the processes of a program, which does not run."""
+    found: dict[str, Any] = {}
 
     def wait(command: list[str], environment: dict[str, str]) -> int:
-        told.update(json.loads(environment[running.VARIABLE]))
+        found.update(json.loads(environment[running.VARIABLE]))
         return 0
 
     monkeypatch.setattr(run, "_wait", wait)
+    return found
+
+
+@pytest.mark.parametrize(("options", "graphs"), [((), True), (("--no-graphs",), False)])
+def test_steps_are_recorded_by_default(options: tuple[str, ...], graphs: bool, told: dict[str, Any]) -> None:
     assert main(["run", "--no-layers", *options, "python"]) == 0
-    assert told["graphs"] is graphs and ("boltz.model.modules.diffusionv2" in told["modules"]) is graphs
+    assert told["options"]["graphs"] is graphs and ("boltz.model.modules.diffusionv2" in told["modules"]) is graphs
 
 
 @pytest.mark.slow
@@ -109,6 +116,43 @@ def test_steps_of_the_toy(program: Program, options: tuple[str, ...]) -> None:
     counted = "{'toy_client.denoiser:Denoiser.forward': {'': 0, 'not on a GPU': 1}}"
     assert (status, out.strip()) == (0, "None" if options else counted), last
     assert "graph" not in last
+
+
+@pytest.mark.parametrize("precision", ["exact", "tf32", "bf16"])
+def test_the_processes_are_told_of_a_precision(precision: str, told: dict[str, Any]) -> None:
+    options = [] if precision == "exact" else ["--precision", precision]
+    assert main(["run", *options, "python"]) == 0
+    assert told["options"] == {"layers": True, "graphs": True, "precision": precision}
+
+
+REFUSED = {
+    "argument --precision: invalid choice: 'fp8'": ("--precision", "fp8"),
+    "unless layers and graphs are True, got 'bf16'": ("--precision", "bf16", "--no-graphs"),
+    "unless layers and graphs are True, got 'tf32'": ("--precision", "tf32", "--no-layers"),
+}
+
+
+@pytest.mark.parametrize(("message", "options"), REFUSED.items(), ids=REFUSED)
+def test_a_precision_that_nothing_has_is_refused(
+    message: str, options: tuple[str, ...], told: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main(["run", *options, "python"]) == 2
+    assert message in capfd.readouterr().err and not told
+
+
+def test_the_line_names_a_precision(tmp_path: pathlib.Path) -> None:
+    """And says so if nothing had it, as on a CPU."""
+    tally = running.Tally(tmp_path)
+    tally.add("patched", "boltz", "2.2.1")
+    tally.add("call", "boltz", "", "pair block")
+    assert "exact" not in running.summary(tmp_path, ("boltz",))
+    line = running.summary(tmp_path, ("boltz",), "bf16")
+    assert "; bf16 in no call, because it is that of diffusion transformers sampled in float32 on a GPU" in line
+    for _ in range(1200):
+        tally.add("call", "boltz", "", "diffusion transformer")
+    line = running.summary(tmp_path, ("boltz",), "bf16")
+    assert "; bf16 in 1,200 diffusion transformers, and the client's own precision in all other calls" in line
 
 
 def test_the_line_about_steps(tmp_path: pathlib.Path) -> None:

@@ -18,8 +18,9 @@ from typing import Any
 
 from evoattn.cli.terminal import RefusedError, tell
 from evoattn.clients import running
-from evoattn.clients.patching import NAMES, client
+from evoattn.clients.patching import NAMES, check_reach, client
 from evoattn.clients.releases import UnknownRelease, check_files
+from evoattn.core.numerics import PRECISIONS
 
 HELP = "a program with its attention computed by evoattn"
 
@@ -53,7 +54,9 @@ _TERMINAL_SIGNALS = {getattr(signal, name, None) for name in ("SIGINT", "SIGQUIT
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `run`."""
-    parser.usage = "evoattn run [-h] [--patch NAME] [--no-layers] [--no-graphs] (PROGRAM | -m MODULE) [ARGUMENTS ...]"
+    parser.usage = (
+        "evoattn run [-h] [--patch NAME] [--no-layers] [--no-graphs] [--precision NAME] (PROGRAM | -m MODULE) [ARGUMENTS ...]"
+    )
     parser.add_argument(
         "--patch",
         action="append",
@@ -73,6 +76,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         dest="graphs",
         help="do not replay steps and blocks on a GPU as CUDA graphs, as evoattn.patch(graphs=True) does",
     )
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default="exact",
+        metavar="NAME",
+        help=f"of diffusion transformers that are sampled in float32 on a GPU, of {', '.join(PRECISIONS)}; default: exact",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, as after python -m")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="a command, with its arguments")
 
@@ -88,11 +98,16 @@ def run(arguments: argparse.Namespace) -> int:
             check_files(program_client)
         except UnknownRelease as error:
             raise RefusedError(str(error)) from error
+    try:
+        check_reach(arguments.precision, names, arguments.layers, arguments.graphs)
+    except ValueError as error:
+        raise RefusedError(str(error)) from error
     with contextlib.ExitStack() as at_end:
         folder, why = _folder(at_end)
         more = {"layers": arguments.layers, "graphs": arguments.graphs}
-        status = _wait(command, running.environment(folder, running.modules(names, **more), **more))
-        line = f"calls were not counted: {why}" if folder is None else running.summary(folder, names)
+        watched = running.modules(names, **more)
+        status = _wait(command, running.environment(folder, watched, **more, precision=arguments.precision))
+        line = f"calls were not counted: {why}" if folder is None else running.summary(folder, names, arguments.precision)
         tell(f"evoattn run: {line}")
     return status if status >= 0 else _die_of(-status)
 

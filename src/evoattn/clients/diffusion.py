@@ -17,12 +17,12 @@ from evoattn.clients import graphs
 from evoattn.clients.arguments import ClientsOwn, UnknownArgument
 from evoattn.clients.known import KnownLayer, share
 from evoattn.clients.layers import layer
-from evoattn.clients.site import Count, Site
+from evoattn.clients.site import TRANSFORMER, Count, Site
 from evoattn.core.keeping import fact, keeps, made_once
 from evoattn.nn import diffusion_steps
 from evoattn.nn.diffusion import DiffusionTransformer, ThreefoldConditionedTransition, ToKeys
 
-KIND = "diffusion transformer"
+KIND = TRANSFORMER
 
 _NORM = "layer_norm_a=a_norm layer_norm_s=s_norm linear_g=s_scale linear_s=s_bias"
 _BLOCK = (

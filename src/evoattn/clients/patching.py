@@ -11,14 +11,15 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from evoattn.clients import graphs as recorded
 from evoattn.clients.registry import NAMES, client
 from evoattn.clients.releases import UnknownRelease, check_files, check_function, is_known
-from evoattn.clients.site import KINDS, Client, Count, Site, in_words
+from evoattn.clients.site import KINDS, Client, Count, Site, in_words, precision_in_words
 from evoattn.core.devices import installed
+from evoattn.core.numerics import check_precision
 
 __all__ = ["NAMES", "Patch", "active", "client", "patch", "patch_as_imported"]
 
@@ -40,9 +41,11 @@ class Patch:
     Attributes:
         sites: the functions that were replaced, as "module:function".
         versions: the client's version, by its name.
+        precision: of diffusion transformers, as `patch` was asked for it.
     """
 
-    def __init__(self, tell: Callable[[str, str], None] | None = None) -> None:
+    def __init__(self, tell: Callable[[str, str], None] | None = None, precision: str = "exact") -> None:
+        self.precision = precision
         self.versions: dict[str, str] = {}
         self.sites: tuple[str, ...] = ()
         self._parts: dict[str, set[str]] = {}  # of each client, those that were asked for
@@ -132,6 +135,8 @@ class Patch:
     def __str__(self) -> str:
         clients = ", ".join(f"{name} {version}" for name, version in self.versions.items()) or "no client"
         lines = [f"evoattn computes the attention of {clients}: {in_words(self.calls_by_kind) or 'no call'}"]
+        if self.precision != "exact":
+            lines.append(f"  {precision_in_words(self.precision, self.calls_by_kind)}")
         lines += [f"  {calls:6d}  {site}" for site, calls in self.calls_by_site.items()]
         lines += [f"  {calls:6d}  by the original: {reason}" for reason, calls in self.passed_on.items()]
         for site, calls_by_reason in self.steps.items():
@@ -197,7 +202,7 @@ class Patch:
                 continue
             kind = _STEP if part == "steps" else site.kind
             tell = functools.partial(self._tell, kind) if self._tell and site.counted else None
-            count = self._counts.get((kind, str(site))) or Count(tell)
+            count = self._counts.get((kind, str(site))) or Count(tell, self.precision)
             if site.counted:
                 self._counts[kind, str(site)] = count
             replacement = replacements[site] = functools.wraps(original)(site.replace(original, count))
@@ -228,7 +233,7 @@ active: dict[str, Patch] = {}
 """The patch of each client that is patched."""
 
 
-def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False) -> Patch:
+def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False, precision: str | None = None) -> Patch:
     """Let `evoattn` compute the pair blocks and the attention of an installed client, such as Boltz, in this process.
 
     This replaces every function of the client that computes attention, and the layers and blocks around it that `evoattn.nn`
@@ -247,12 +252,16 @@ def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False)
             BoltzGen, OpenDDE, OpenFold-3, Protenix and, in part, RosettaFold-3; and, up to 512 residues, the trunk's blocks of
             all these but RosettaFold-3, and of ESMFold and OpenFold. A replay has the bits of the call that it stands for.
             Calls that cannot be replayed run as they are, and the report says why.
+        precision: of the diffusion transformers that a client samples in float32 on a GPU: "exact", "tf32" or "bf16", as
+            `evoattn.nn.sampling` takes it. The last two need `graphs=True`. All other calls have the client's own precision,
+            and the report counts those that do not. None: that of an earlier patch of this client, else "exact".
 
     Returns:
         A `Patch`: a context manager with `undo()`, `sites`, `calls`, `calls_by_kind`, `calls_by_site`, `passed_on` and `steps`.
 
     Raises:
-        ValueError: the name is not known, or `graphs` is True and none of the client's steps can be recorded.
+        ValueError: the name or the precision is not known, `graphs` is True and none of the client's steps can be recorded, or
+            nothing of the client would have the precision.
         ImportError: the client is not installed.
         UnknownRelease: the client's code differs from the releases that the patch knows. Nothing is replaced then.
 
@@ -262,22 +271,46 @@ def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False)
         ...     len(patched.sites)
         2
     """
+    check_precision(precision or "exact")
     if name is None:
-        return _patch_all(layers, graphs)
+        return _patch_all(layers, graphs, precision or "exact")
     if name not in NAMES:
         raise ValueError(f"name must be one of {', '.join(map(repr, NAMES))}, or None for all that are installed; got {name!r}")
     if graphs and not client(name).steps:
         known = ", ".join(repr(each) for each in NAMES if client(each).steps)
         raise ValueError(f"graphs must be False for {name!r}: CUDA graphs are recorded of {known}")
-    patched = active.get(name) or Patch()
+    patched = active.get(name) or Patch(precision=precision or "exact")
+    if precision not in (None, patched.precision):
+        raise ValueError(
+            f"precision must be {patched.precision!r} for {name!r}, which is patched with it, got {precision!r}: undo it first"
+        )
+    check_reach(precision or "exact", (name,), layers, graphs)
     patched._apply(client(name), client(name).parts(layers, graphs))
     patched._calls += 1
     patched._fresh += 1
     return patched
 
 
-def _patch_all(layers: bool, graphs: bool) -> Patch:
-    patched = Patch()
+def check_reach(precision: str, names: Sequence[str], layers: bool, graphs: bool) -> None:
+    """Raise ValueError if nothing of the named clients would be computed in a precision."""
+    if precision == "exact":
+        return
+    if not layers or not graphs:
+        raise ValueError(
+            f"precision must be 'exact' unless layers and graphs are True, got {precision!r}: "
+            "it is that of the diffusion transformers of a sampling loop"
+        )
+    if not any(client(name).has_transformers for name in names):
+        known = ", ".join(repr(name) for name in NAMES if client(name).has_transformers)
+        wanted = ", ".join(map(repr, names))
+        raise ValueError(
+            f"precision must be 'exact' for {wanted}, got {precision!r}: it is that of diffusion transformers, of {known}"
+        )
+
+
+def _patch_all(layers: bool, graphs: bool, precision: str) -> Patch:
+    check_reach(precision, NAMES, layers, graphs)
+    patched = Patch(precision=precision)
     for name in NAMES:
         if name in active or client(name).installed is None:
             continue
@@ -287,11 +320,20 @@ def _patch_all(layers: bool, graphs: bool) -> Patch:
             print(f"evoattn does not patch {name}: {error}", file=sys.stderr)
     patched._calls = patched._fresh = 1
     print(str(patched).splitlines()[0].partition(":")[0], file=sys.stderr)
+    for name in patched.versions:
+        if precision != "exact" and not client(name).has_transformers:
+            print(f"evoattn leaves {name} in its own precision: it computes no diffusion transformer of it", file=sys.stderr)
     return patched
 
 
 def patch_as_imported(
-    name: str, module: str, tell: Callable[[str, str], None], *, layers: bool = True, graphs: bool = False
+    name: str,
+    module: str,
+    tell: Callable[[str, str], None],
+    *,
+    layers: bool = True,
+    graphs: bool = False,
+    precision: str = "exact",
 ) -> Patch:
     """Replace what is in one module of a client, which has just been imported; the others follow as they are imported.
 
@@ -302,7 +344,7 @@ def patch_as_imported(
     parts = of.parts(layers, graphs)
     if name not in active:
         check_files(of)
-        patched = active[name] = Patch(tell)
+        patched = active[name] = Patch(tell, precision)
         patched._calls = 1
         patched.versions[name], patched._parts[name] = str(of.installed), set(parts)
     for part, sites in parts.items():

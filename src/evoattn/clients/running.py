@@ -16,11 +16,12 @@ import pathlib
 import secrets
 import textwrap
 import threading
+from typing import Any
 
 from evoattn.clients.graphs import ELSEWHERE
 from evoattn.clients.patching import NAMES, client, patch_as_imported
 from evoattn.clients.releases import UnknownRelease
-from evoattn.clients.site import in_words, joined
+from evoattn.clients.site import in_words, joined, precision_in_words
 from evoattn.dispatch import lookup
 
 VARIABLE = "EVOATTN_RUN"
@@ -98,8 +99,8 @@ def totals(folder: pathlib.Path) -> collections.Counter[tuple[str, ...]]:
     return counter
 
 
-def summary(folder: pathlib.Path, names: tuple[str, ...]) -> str:
-    """Tell in a line what the processes counted."""
+def summary(folder: pathlib.Path, names: tuple[str, ...], precision: str = "exact") -> str:
+    """Tell in a line what the processes counted. precision: what they were asked for."""
     computed: collections.Counter[str] = collections.Counter()
     passed_on: dict[str, collections.Counter[str]] = {}
     steps: collections.Counter[str] = collections.Counter()
@@ -133,6 +134,8 @@ def summary(folder: pathlib.Path, names: tuple[str, ...]) -> str:
         parts = []
     else:
         parts = [_not_patched(folder, names)]
+    if precision != "exact" and patched:
+        parts.append(precision_in_words(precision, computed))
     by_count = sorted(passed_on.items(), key=lambda item: -item[1].total())
     parts += [f"{in_words(counts)} by the original: {reason}" for reason, counts in by_count]
     return "; ".join([*parts, *_steps(steps), *sorted(refused)]) + ending
@@ -172,14 +175,20 @@ def _steps(counts: collections.Counter[str]) -> list[str]:
 
 
 def environment(
-    folder: pathlib.Path | None, watched: dict[str, list[str]], *, layers: bool = True, graphs: bool = False
+    folder: pathlib.Path | None,
+    watched: dict[str, list[str]],
+    *,
+    layers: bool = True,
+    graphs: bool = False,
+    precision: str = "exact",
 ) -> dict[str, str]:
     """The environment of a program whose processes patch clients: its start-up file gets JSON.
 
     `folder` is that of the counts, or None, and `watched` has modules with the clients that they are of (`modules`).
     """
     where = None if folder is None else str(folder)
-    told = json.dumps({"folder": where, "modules": watched, "layers": layers, "graphs": graphs})
+    options = {"layers": layers, "graphs": graphs, "precision": precision}
+    told = json.dumps({"folder": where, "modules": watched, "options": options})
     paths = [str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, VARIABLE: told, "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -207,8 +216,8 @@ def _tally(folder: str | None) -> Tally:
     return tally
 
 
-def imported(module: str, names: list[str], folder: str | None, layers: bool = True, graphs: bool = False) -> None:
-    """A watched module of the named clients has been imported: replace what is in it."""
+def imported(module: str, names: list[str], folder: str | None, options: dict[str, Any]) -> None:
+    """A watched module of the named clients has been imported: replace what is in it, with these options of `environment`."""
     tally = _tally(folder)
     for name in names:
         if name in _refused:
@@ -218,7 +227,7 @@ def imported(module: str, names: list[str], folder: str | None, layers: bool = T
             tally.add(*(("step", name, reason) if kind == "step" else ("call", name, reason, kind)))
 
         try:
-            patched = patch_as_imported(name, module, tell, layers=layers, graphs=graphs)
+            patched = patch_as_imported(name, module, tell, **options)
         except UnknownRelease as error:
             _refused.add(name)
             tally.add("refused", name, str(error))

@@ -23,10 +23,12 @@ class Count:
     """Counts of a site's calls that the replacement computed, and of those passed on to the original, by reason.
 
     Calls inside code that torch.compile made are not counted: a number that changes would have it compiled anew. `tell` is told
-    of each call: "" if the replacement computes it, else the reason.
+    of each call: "" if the replacement computes it, else the reason. `precision` is what the patch asks of a replacement that
+    opens a sampling.
     """
 
-    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(self, tell: Callable[[str], None] | None = None, precision: str = "exact") -> None:
+        self.precision = precision
         self.replaced = 0
         self.passed_on: collections.Counter[str] = collections.Counter()
         self._tell = tell
@@ -95,7 +97,10 @@ def is_repeated() -> bool:
     return _repeated.get()
 
 
-KINDS = ("attention call", "triangle multiplication", "transition", "pair block", "diffusion transformer")
+TRANSFORMER = "diffusion transformer"
+"""The kind of calls that have the precision of a patch."""
+
+KINDS = ("attention call", "triangle multiplication", "transition", "pair block", TRANSFORMER)
 """Kinds of calls that are counted. A layer with an attention is an attention call; a block has several layers."""
 
 
@@ -103,6 +108,14 @@ def in_words(calls_by_kind: Mapping[str, int]) -> str:
     """Tell how many calls of each kind there were, as "2 attention calls and 1 pair block"; "" if there were none."""
     parts = [f"{calls:,} {kind}{'s' if calls != 1 else ''}" for kind in KINDS if (calls := calls_by_kind.get(kind, 0))]
     return joined(parts)
+
+
+def precision_in_words(precision: str, calls_by_kind: Mapping[str, int]) -> str:
+    """Tell which calls had a precision that a patch was asked for."""
+    calls = {TRANSFORMER: calls_by_kind.get(TRANSFORMER, 0)}
+    if not calls[TRANSFORMER]:
+        return f"{precision} in no call, because it is that of diffusion transformers sampled in float32 on a GPU"
+    return f"{precision} in {in_words(calls)}, and the client's own precision in all other calls"
 
 
 def joined(parts: Sequence[str]) -> str:
@@ -208,6 +221,11 @@ class Client:
     def installed(self) -> str | None:
         """The version that is installed, or None."""
         return installed_version(self.distribution)
+
+    @property
+    def has_transformers(self) -> bool:
+        """True if its diffusion transformers can be replaced. They alone have the precision of a patch."""
+        return any(site.kind == TRANSFORMER and site.replace for site in self.layers)
 
     def parts(self, layers: bool = True, graphs: bool = True) -> dict[str, tuple[Site, ...]]:
         """The sites by part, in the order of replacement. Each stands over those before, and passes on what it cannot do."""

@@ -107,6 +107,8 @@ def step(
 def loop(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
     """A method that calls steps many times with the same weights.
 
+    It is a sampling in the precision of the patch.
+
     Recordings inside may keep weights as autocast has cast them, or as layers have split them (`core.keeping`). Small ones stay
     for another run, which has them cast and split the weights anew. Large ones are dropped: what comes next needs the memory.
 
@@ -118,7 +120,7 @@ def loop(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
         this = _Run()
         token = _loop.set(this)
         try:
-            with keeping.sampling():
+            with keeping.sampling(count.precision):
                 return original(self, *args, **kwargs)
         finally:
             for steps, module in this.called.values():

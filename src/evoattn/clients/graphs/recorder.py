@@ -46,6 +46,7 @@ def modes(kind: str) -> tuple[Any, ...]:
         torch.get_autocast_dtype(kind),
         torch.is_autocast_cache_enabled(),
         float32_products(),
+        keeping.precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
     )

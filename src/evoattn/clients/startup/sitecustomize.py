@@ -32,7 +32,7 @@ class _Watched(importlib.abc.Loader):
         except ImportError as error:
             _leave(self._told["folder"], f"{os.getpid()}.lost", f"{sys.executable} cannot import evoattn ({error})")
         else:
-            running.imported(module.__name__, self._clients, self._told["folder"], self._told["layers"], self._told["graphs"])
+            running.imported(module.__name__, self._clients, self._told["folder"], self._told["options"])
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -36,6 +36,6 @@ def begun(path: Path | None, fresh: dict[str, Any]) -> dict[str, Any]:
 
 def add(case: Case, record: dict[str, Any], names: tuple[str, ...], path: Path | None) -> None:
     """Put a case in the place of one with the same values of `names`, and write the record, whole or not at all."""
-    record["cases"] = [x for x in record["cases"] if any(x[key] != case[key] for key in names)] + [case]
+    record["cases"] = [x for x in record["cases"] if any(x.get(key) != case[key] for key in names)] + [case]
     if path is not None:
         write(path, f"{json.dumps(record, indent=1, allow_nan=False)}\n".encode())

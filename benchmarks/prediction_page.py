@@ -88,10 +88,15 @@ def _compared(case: Case) -> dict[str, float | None]:
 
 
 def _prediction(case: Case) -> str:
-    recycles = case.get("recycles", RECYCLES)
+    recycles, samples = case.get("recycles", RECYCLES), _samples(case)
     steps = f", {case['steps']} steps" if case["steps"] else ""
     again = f", {recycles} recycles" if recycles != RECYCLES else ""
-    return f"{case['program']}{steps}{again}"
+    several = f", {samples} samples" if samples != 1 else ""
+    return f"{case['program']}{steps}{again}{several}"
+
+
+def _samples(case: Case) -> int:
+    return case.get("samples") or 1  # None: a program without a denoiser; older records have one sample
 
 
 def _training(case: Case) -> str:
@@ -103,7 +108,8 @@ _DISTRIBUTIONS = {program.title: program.distribution for program in PROGRAMS.va
 
 def _pairs(cases: list[Case]) -> list[tuple[Case, Case]]:
     """The predictions that ran both as installed and under `evoattn run`."""
-    full = [x for x in cases if "seconds" in x and x["steps"] in (None, STEPS) and x.get("recycles", RECYCLES) == RECYCLES]
+    full = [x for x in cases if "seconds" in x and x["steps"] in (None, STEPS) and _samples(x) == 1]
+    full = [x for x in full if x.get("recycles", RECYCLES) == RECYCLES]
     done = {(case["program"], case["residues"], case["way"]): case for case in full}
     return [
         (case, done[program, residues, TYPED])

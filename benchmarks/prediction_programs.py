@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import MagicMock, patch
 
 import numpy
@@ -30,7 +30,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))  # `clients` is there
 
 from clients.weights import fill
 
-__all__ = ["PROGRAMS", "RECYCLES", "Program", "boltz2", "tf32"]
+__all__ = ["PROGRAMS", "RECYCLES", "Denoiser", "Program", "Runtime", "boltz2", "padded", "tf32"]
 
 RECYCLES = 3
 """The number of times that every published model runs its trunk again."""
@@ -56,10 +56,13 @@ class Program:
         autocast: whether it runs under autocast to bfloat16.
         build: the model on a device.
         inputs: of so many residues, on a device.
-        predict: runs the model: `predict(model, inputs, steps, recycles)` returns what is compared.
+        predict: runs the model: `predict(model, inputs, steps, recycles, samples)` returns what is compared. Without a denoiser
+            steps and samples mean nothing.
         stages: by name, the part of the model and its method that are timed.
         tf32: whether its float32 products are TF32.
         kernels: switches the model's use of cuEquivariance on or off, if it has one.
+        runtime: another program that runs the same model, if there is one.
+        denoiser: the call that one step of the denoiser is, if that can be compared with float64.
     """
 
     title: str
@@ -69,10 +72,43 @@ class Program:
     autocast: bool
     build: Callable[[torch.device], nn.Module]
     inputs: Callable[[int, torch.device], Any]
-    predict: Callable[[nn.Module, Any, int, int], Mapping[str, Tensor]]
+    predict: Callable[[nn.Module, Any, int, int, int], Mapping[str, Tensor]]
     stages: Mapping[str, tuple[str, str]]
     kernels: Callable[[nn.Module, bool], None] | None = None
     tf32: bool = False
+    runtime: Runtime | None = None
+    denoiser: Denoiser | None = None
+
+
+class Denoiser(NamedTuple):
+    """The part of a model whose `method` returns the coordinates after a step, in Å; and the feature that marks real atoms."""
+
+    part: str
+    method: str
+    atoms: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """Another program that runs a program's model.
+
+    Args:
+        package: what is imported.
+        distribution: the package whose version is recorded.
+        precision: of its denoiser.
+        build: its model with the weights of the program's, on a device.
+        inputs: its inputs from those of the program.
+        predict: as that of `Program`.
+        stages: those of its model, as those of `Program`.
+    """
+
+    package: str
+    distribution: str
+    precision: str
+    build: Callable[[nn.Module, torch.device], nn.Module]
+    inputs: Callable[[Any], Any]
+    predict: Callable[[nn.Module, Any, int, int, int], Mapping[str, Tensor]]
+    stages: Callable[[nn.Module], Mapping[str, tuple[str, str]]]
 
 
 class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -155,13 +191,13 @@ def _boltz2_inputs(residues: int, device: torch.device) -> dict[str, Tensor]:
     return unpacked("boltz2", residues, device)
 
 
-def _boltz2_predict(model: nn.Module, inputs: Any, steps: int, recycles: int) -> dict[str, Tensor]:
+def _boltz2_predict(model: nn.Module, inputs: Any, steps: int, recycles: int, samples: int) -> dict[str, Tensor]:
     # A copy: the model writes into the mapping.
     outputs = model(
         dict(inputs),
         recycling_steps=recycles,
         num_sampling_steps=steps,
-        diffusion_samples=1,
+        diffusion_samples=samples,
         max_parallel_samples=None,
         run_confidence_sequentially=True,
     )
@@ -170,6 +206,38 @@ def _boltz2_predict(model: nn.Module, inputs: Any, steps: int, recycles: int) ->
 
 def _boltz2_kernels(model: nn.Module, on: bool) -> None:
     setattr(model, "use_kernels", on)  # noqa: B010
+
+
+def _bionemo(model: nn.Module, device: torch.device) -> nn.Module:
+    """Boltz-2 of NVIDIA's BioNeMo Inference Runtime, in the precisions that it chooses."""
+    from bionemo_ir.models.boltz2 import Boltz2
+
+    made: Any = Boltz2(include_load_weights=False)
+    made.load_weights(weights={name: x.cpu() for name, x in model.state_dict().items()})
+    outputs: nn.Module = made.to(device).eval()
+    return outputs
+
+
+def padded(features: Mapping[str, Tensor], multiple: int = 8) -> dict[str, Tensor]:
+    """Features of Boltz-2 with so many tokens that their number is a multiple: zeros follow the last."""
+    tokens = features["token_pad_mask"].shape[1]
+
+    def longer(x: Tensor) -> Tensor:
+        more = [-tokens % multiple * (axis > 0 and size == tokens) for axis, size in enumerate(x.shape)]
+        return torch.nn.functional.pad(x, [part for y in reversed(more) for part in (0, y)])
+
+    return {name: longer(x) for name, x in features.items()}
+
+
+def _bionemo_predict(model: nn.Module, inputs: Any, steps: int, recycles: int, samples: int) -> dict[str, Tensor]:
+    # A copy: the model writes into the mapping.
+    outputs = model(dict(inputs), recycling_steps=recycles, num_sampling_steps=steps, diffusion_samples=samples)
+    return {"coordinates": outputs["coords"]}
+
+
+def _bionemo_stages(model: nn.Module) -> dict[str, tuple[str, str]]:
+    sampler = ("diffusion_sampler", "forward") if hasattr(model, "diffusion_sampler") else ("structure_module", "sample")
+    return {"trunk": ("trunk", "forward"), "denoiser": sampler, "confidence": ("confidence_module", "forward")}
 
 
 def _esmfold(device: torch.device) -> nn.Module:
@@ -193,7 +261,7 @@ def _esmfold_inputs(residues: int, device: torch.device) -> Tensor:
     return torch.tensor([[LETTERS.index(x) for x in sequence]], device=device)
 
 
-def _esmfold_predict(model: nn.Module, inputs: Any, steps: int, recycles: int) -> dict[str, Tensor]:
+def _esmfold_predict(model: nn.Module, inputs: Any, steps: int, recycles: int, samples: int) -> dict[str, Tensor]:
     outputs = model(inputs, num_recycles=recycles)
     return {"distogram": outputs["distogram_logits"], "coordinates": outputs["positions"][-1]}
 
@@ -214,10 +282,10 @@ def _openfold3_inputs(residues: int, device: torch.device) -> dict[str, Tensor]:
     return unpacked("openfold3", residues, device)
 
 
-def _openfold3_predict(model: Any, inputs: Any, steps: int, recycles: int) -> dict[str, Tensor]:
-    """As `run_openfold predict` runs it, with one sample."""
+def _openfold3_predict(model: Any, inputs: Any, steps: int, recycles: int, samples: int) -> dict[str, Tensor]:
+    """As `run_openfold predict` runs it."""
     model.shared.update(num_recycles=recycles)
-    model.shared.diffusion.update(no_full_rollout_steps=steps, no_full_rollout_samples=1)
+    model.shared.diffusion.update(no_full_rollout_steps=steps, no_full_rollout_samples=samples)
     _, outputs = model(dict(inputs))  # a copy: the model takes features out of the mapping
     return {"distogram": outputs["distogram_logits"], "coordinates": outputs["atom_positions_predicted"]}
 
@@ -242,9 +310,9 @@ def _protenix_inputs(residues: int, device: torch.device) -> dict[str, Any]:
     return unpacked("protenix", residues, device)
 
 
-def _protenix_predict(model: Any, inputs: Any, steps: int, recycles: int) -> dict[str, Tensor]:
-    """As `protenix pred` runs it, with one sample and no dropout."""
-    model.configs.sample_diffusion.update(N_step=steps, N_sample=1)
+def _protenix_predict(model: Any, inputs: Any, steps: int, recycles: int, samples: int) -> dict[str, Tensor]:
+    """As `protenix pred` runs it, without dropout."""
+    model.configs.sample_diffusion.update(N_step=steps, N_sample=samples)
     model.N_cycle = recycles + 1
     numpy.random.seed(1)  # Protenix draws rotations with it
     logits: list[Tensor] = []
@@ -279,6 +347,8 @@ PROGRAMS = {
             "confidence": ("confidence_module", "forward"),
         },
         _boltz2_kernels,
+        runtime=Runtime("bionemo_ir", "bionemo-ir", "bf16", _bionemo, padded, _bionemo_predict, _bionemo_stages),
+        denoiser=Denoiser("structure_module", "preconditioned_network_forward", "atom_pad_mask"),
     ),
     "esmfold": Program(
         "ESMFold",

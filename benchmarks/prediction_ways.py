@@ -20,9 +20,11 @@ from torch import Tensor, nn
 import evoattn
 from evoattn.bench import machine
 from evoattn.bench.memory import release
+from evoattn.clients.patching import NAMES, client
 from evoattn.core.devices import installed_version
+from evoattn.core.numerics import PRECISIONS
 
-__all__ = ["INSTALLED", "WAYS", "Case", "Way", "begun", "each_way", "keep", "line", "options", "peak", "used"]
+__all__ = ["INSTALLED", "WAYS", "Case", "Way", "begun", "each_way", "keep", "left_out", "line", "options", "peak", "used"]
 
 SCHEMA = 1
 INSTALLED = "as installed"
@@ -33,10 +35,22 @@ Case = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way to run a program: the arguments of `evoattn.patch`, None for none, and whether cuEquivariance is used."""
+    """A way to run a program.
+
+    Args:
+        patch: the arguments of `evoattn.patch`, None for none.
+        kernels: whether cuEquivariance is used.
+        runtime: whether `Program.runtime` runs the model instead.
+    """
 
     patch: Mapping[str, Any] | None
     kernels: bool = False
+    runtime: bool = False
+
+    @property
+    def named(self) -> str | None:
+        """The precision of denoisers that evoattn was asked for. None: it was not asked."""
+        return None if self.patch is None else self.patch.get("precision", "exact")
 
 
 WAYS = {
@@ -44,13 +58,29 @@ WAYS = {
     "cuEquivariance": Way(None, kernels=True),
     "evoattn.patch": Way({}),
     "evoattn run": Way({"graphs": True}),
+    **{f"evoattn run {x}": Way({"graphs": True, "precision": x}) for x in PRECISIONS if x != "exact"},
+    "bionemo-ir": Way(None, runtime=True),
 }
+_CUEQUIVARIANCE = "cuequivariance_torch"
 
 
-def ways(program: Program) -> dict[str, Way]:
-    """The ways of a program here: with cuEquivariance only if it is installed."""
-    possible = program.kernels is not None and importlib.util.find_spec("cuequivariance_torch") is not None
-    return {name: way for name, way in WAYS.items() if possible or not way.kernels}
+def left_out(program: Program, chosen: Iterable[str]) -> dict[str, str]:
+    """The chosen ways in which a program cannot run here, each with the reason."""
+    return {name: why for name in chosen if (why := _why_not(program, WAYS[name]))}
+
+
+def _why_not(program: Program, way: Way) -> str:
+    if way.kernels and program.kernels is None:
+        return "it does not call cuEquivariance"
+    if way.runtime and program.runtime is None:
+        return "its model is not run there"
+    if way.kernels and importlib.util.find_spec(_CUEQUIVARIANCE) is None:
+        return f"{_CUEQUIVARIANCE} is not installed"
+    if way.runtime and program.runtime is not None and importlib.util.find_spec(program.runtime.package) is None:
+        return f"{program.runtime.distribution} is not installed"
+    if way.named in (None, "exact") or (program.client in NAMES and client(program.client).has_transformers):
+        return ""
+    return "evoattn does not compute its diffusion transformers"
 
 
 @contextlib.contextmanager
@@ -106,7 +136,9 @@ def each_way(
         true: the results in float32, to be compared with too.
     """
     installed: dict[str, Tensor] | None = None
-    for name, way in ways(program).items():
+    chosen = set(chosen)
+    chosen -= left_out(program, chosen).keys()
+    for name, way in WAYS.items():
         if name not in chosen:
             continue
         case = facts | {"way": name}
@@ -124,10 +156,10 @@ def each_way(
         yield case
 
 
-def options(about: str | None) -> argparse.ArgumentParser:
-    """A command line with the options of every benchmark of whole models."""
+def options(about: str | None, ways: Iterable[str]) -> argparse.ArgumentParser:
+    """A command line with the options of every benchmark of whole models. ways: those that can be chosen."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=list(ways))
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--commit", help="what to record if git cannot tell")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the record, or add to it")
@@ -141,7 +173,8 @@ def begun(path: Path | None, device: torch.device, commit: str | None) -> dict[s
         ValueError: the file holds the record of another machine or commit.
     """
     facts = {key: value for key, value in machine.facts(device, commit).items() if value is not None}
-    versions = {x.distribution: numbers for x in PROGRAMS.values() if (numbers := installed_version(x.distribution))}
+    distributions = [y.distribution for x in PROGRAMS.values() for y in (x, x.runtime) if y is not None]
+    versions = {name: numbers for name in distributions if (numbers := installed_version(name))}
     return case_records.begun(path, {"schema": SCHEMA, "machine": facts, "programs": versions, "cases": []})
 
 

@@ -168,7 +168,7 @@ def show(case: Case) -> str:
 
 
 def main() -> int:
-    parser = options(__doc__)
+    parser = options(__doc__, [name for name, way in WAYS.items() if not way.runtime])
     parser.set_defaults(ways=[name for name, way in WAYS.items() if not (way.patch or {}).get("graphs")])
     parser.add_argument("--tokens", nargs="+", type=int, default=[384, 640], metavar="N", help="of a crop (default: 384 640)")
     parser.add_argument("--rows", type=int, default=ROWS, help=f"of the alignment (default: {ROWS})")

@@ -1,5 +1,7 @@
 """What the pages show of whole predictions, and what the benchmark of them does without a GPU."""
 
+import dataclasses
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,9 +10,10 @@ from typing import Any
 import prediction_page
 import pytest
 import torch
-from prediction_features import FEATURES
-from prediction_programs import LETTERS, PROGRAMS, UBIQUITIN, Program, _nested, tf32
-from prediction_ways import WAYS, begun, difference, keep
+from prediction_features import FEATURES, unpacked
+from prediction_programs import LETTERS, PROGRAMS, UBIQUITIN, Denoiser, Program, Runtime, _nested, padded, tf32
+from prediction_steps import Step
+from prediction_ways import WAYS, begun, difference, keep, left_out
 from predictions import Clock, Run, measure, show
 from torch import Tensor, nn
 
@@ -79,7 +82,7 @@ class Model(nn.Module):
 def program(fails: tuple[str, ...] = ()) -> Program:
     """A program of one stage, whose answer depends on its precision and on its switch."""
 
-    def predict(model: Any, inputs: Tensor, steps: int, recycles: int) -> dict[str, Tensor]:
+    def predict(model: Any, inputs: Tensor, steps: int, recycles: int, samples: int) -> dict[str, Tensor]:
         if "kernels" in fails and model.kernels:
             raise RuntimeError("no kernel\nand more")
         if "memory" in fails and not model.kernels:
@@ -118,7 +121,8 @@ def test_each_way_is_measured_and_compared(patched: list[dict[str, bool]], monke
     toy = program()
     run = Run(toy, toy.build(torch.device("cpu")), torch.device("cpu"), 3)
     cases = list(measure(run, 4, list(WAYS), exact=True))
-    assert [case["way"] for case in cases] == list(WAYS)
+    assert [case["way"] for case in cases] == ["as installed", "cuEquivariance", "evoattn.patch", "evoattn run"]
+    assert [case["precision"] for case in cases] == [None, None, "exact", "exact"] and cases[0]["samples"] is None
     assert patched == [{}, {"graphs": True}]
     assert all(case["stages"]["part"] <= case["seconds"] for case in cases)
     assert [case["from_installed"]["distogram"] > 0 for case in cases] == [False, True, False, False]
@@ -184,6 +188,109 @@ def test_a_record_of_another_commit_is_not_added_to(tmp_path: Path) -> None:
 def test_difference_is_relative() -> None:
     assert difference({"x": torch.tensor([3.0, 4.5])}, {"x": torch.tensor([3.0, 4.0])}) == {"x": 0.1}
     assert difference({"x": torch.tensor([3.0, torch.nan])}, {"x": torch.tensor([3.0, 4.0])}) == {"x": None}
+
+
+def test_ways_that_a_program_does_not_have_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    boltz, esmfold = PROGRAMS["boltz2"], PROGRAMS["esmfold"]
+    assert left_out(boltz, WAYS) == {
+        "cuEquivariance": "cuequivariance_torch is not installed",
+        "bionemo-ir": "bionemo-ir is not installed",
+    }
+    assert left_out(esmfold, WAYS) == {
+        "cuEquivariance": "it does not call cuEquivariance",
+        "bionemo-ir": "its model is not run there",
+        **dict.fromkeys(("evoattn run tf32", "evoattn run bf16"), "evoattn does not compute its diffusion transformers"),
+    }
+
+
+def of_boltz(monkeypatch: pytest.MonkeyPatch) -> Program:
+    """A program of a denoiser that another one runs too."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+
+    class Copy(Model):
+        def __init__(self, weights: dict[str, Tensor]) -> None:
+            super().__init__()
+            self.weights = weights
+
+    def predict(model: Any, inputs: Tensor, steps: int, recycles: int, samples: int) -> dict[str, Tensor]:
+        assert isinstance(model, Copy) and steps in (3, 8) and not torch.is_autocast_enabled("cpu")
+        return {"coordinates": model.part(inputs).expand(samples, -1, -1)}
+
+    runtime = Runtime(
+        "runtime", "pip", "bf16", lambda model, _: Copy(model.state_dict()), lambda x: x + 1, predict, lambda _: toy.stages
+    )
+    toy = program()
+    denoise = {"denoiser": ("part", "forward")}
+    toy = dataclasses.replace(toy, client="boltz", stages=denoise, runtime=runtime)
+
+    def own(model: Any, inputs: Tensor, steps: int, recycles: int, samples: int) -> dict[str, Tensor]:
+        return {"coordinates": model.part(inputs).expand(samples, -1, -1)}
+
+    return dataclasses.replace(toy, predict=own)
+
+
+def test_samples_precision_and_another_runtime_are_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("evoattn.patch", lambda _, **options: asked.append(options) or patching.Patch())
+    toy = of_boltz(monkeypatch)
+    run = Run(toy, toy.build(torch.device("cpu")), torch.device("cpu"), 3, samples=2)
+    cases = list(measure(run, 4, ["evoattn run bf16", "as installed", "bionemo-ir"], exact=False))
+    facts = [(case["way"], case["precision"], case["samples"], case["steps"]) for case in cases]
+    assert facts == [("as installed", None, 2, 3), ("evoattn run bf16", "bf16", 2, 3), ("bionemo-ir", "bf16", 2, 3)], cases
+    assert asked == [{"graphs": True, "precision": "bf16"}]
+    assert cases[1]["from_installed"]["coordinates"] == 0 < cases[2]["from_installed"]["coordinates"]
+    assert "4 residues, 2 samples, bionemo-ir" in show(cases[2])
+
+
+def test_features_are_padded_to_a_multiple() -> None:
+    features = unpacked("boltz2", 684, torch.device("cpu"))
+    longer = padded(features)
+    assert longer["token_pad_mask"].shape == (1, 688) and longer["token_pad_mask"].sum() == 684
+    assert longer["atom_to_token"].shape == (*features["atom_to_token"].shape[:2], 688)
+    assert longer["contact_conditioning"].shape == (1, 688, 688, 5)
+    for name, x in features.items():
+        assert torch.equal(longer[name][tuple(map(slice, x.shape))], x) and longer[name].dtype == x.dtype, name
+    even = unpacked("boltz2", 152, torch.device("cpu"))
+    assert all(torch.equal(x, even[name]) for name, x in padded(even).items())
+
+
+def test_a_step_is_compared_with_float64(patched: list[dict[str, bool]]) -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def step(self, x: Tensor, *, by: Any) -> Tensor:
+            return self.linear(x.float()) + by.keywords["z"].float()
+
+    model = nn.Module()
+    model.part = Part()
+
+    def predict(model: Any, inputs: Any, steps: int, recycles: int, samples: int) -> dict[str, Tensor]:
+        x = inputs["x"]
+        for _ in range(steps):
+            x = model.part.step(x, by=functools.partial(print, z=inputs["x"]))
+        return {"coordinates": x}
+
+    inputs = {"x": torch.randn(1, 5, 3), "there": torch.tensor([[1, 1, 1, 1, 0]])}
+    toy = dataclasses.replace(
+        program(), predict=predict, denoiser=Denoiser("part", "step", "there"), kernels=None, autocast=False
+    )
+    step = Step(Run(toy, model, torch.device("cpu"), 3), inputs)
+    assert step._true.dtype == torch.float64 and "step" not in vars(model.part)
+    distances = [step.distance(way) for way in (WAYS["as installed"], WAYS["evoattn run"])]
+    assert 0 < distances[0] < 1e-6 and distances[0] == distances[1]
+    with torch.no_grad():
+        model.part.linear.bias += torch.tensor([0.0, 0.3, 0.4])
+    assert abs(step.distance(WAYS["as installed"]) - 0.5) < 1e-3, "in the unit of the coordinates"
+
+
+def test_samples_have_a_table_of_their_own(records: dict[Path, dict[str, Any]]) -> None:
+    [record] = records.values()
+    record["cases"].append(a_case(samples=5, seconds=0.1, way="evoattn run"))
+    assert "| 9.0 / 2.2 | 3.0 / 2.2 | 3.00 |" in prediction_page.summary(records)
+    assert "Boltz-2, 200 steps, 5 samples:" in prediction_page.block(records)
 
 
 def test_nothing_is_called_installed_but_what_is(patched: list[dict[str, bool]]) -> None:

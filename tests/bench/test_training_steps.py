@@ -17,7 +17,7 @@ import torch
 import training_steps
 from prediction_features import packed, unpacked
 from prediction_programs import PROGRAMS
-from prediction_ways import WAYS, failure
+from prediction_ways import failure
 from torch import Tensor, nn
 from training_steps import Training, cropped, drawn, measure, show
 
@@ -128,7 +128,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Training:
         yield
         model.scale = 1.0
 
-    monkeypatch.setattr(prediction_ways, "ways", lambda program: WAYS)
+    monkeypatch.setattr(prediction_ways, "left_out", lambda program, chosen: {})
     monkeypatch.setattr("evoattn.patch", patched)
     monkeypatch.setattr(training_steps, "PROGRAM", dataclasses.replace(PROGRAMS["boltz2"], kernels=kernels))
     monkeypatch.setattr(training_steps, "loss_of", loss_of)

@@ -90,9 +90,10 @@ def transformer_case(tokens: int, samples: int) -> dict[str, Any]:
                 name = "tf32" if on else "torch"
                 case[f"{name}_ms"] = graph_ms(lambda: model(a, s, pair_bias=bias))
                 outputs = {name: model(a, s, pair_bias=bias)}
-                with sampling():
-                    outputs["fused_" + name] = model(a, s, pair_bias=bias)
-                    case[f"fused_{name}_ms"] = graph_ms(lambda: model(a, s, pair_bias=bias))
+                for fused, precision in ((f"fused_{name}", "exact"), *([("fused_bf16", "bf16")] if on else [])):
+                    with sampling(precision):
+                        outputs[fused] = model(a, s, pair_bias=bias)
+                        case[f"{fused}_ms"] = graph_ms(lambda: model(a, s, pair_bias=bias))
                 if tokens <= 400 and samples == 1:
                     true = model.double()(a.double(), s.double(), pair_bias=bias.double())
                     case |= {f"{key}_error": error(y, true) for key, y in outputs.items()}

@@ -69,6 +69,20 @@ else:
         assert low / 32 < tf32["tf32"] < low / 4
         assert low / 4 < bf16["bf16"] < low
 
+    def test_rows_without_a_key_are_those_of_float32() -> None:
+        """A mask of -1e6 leaves float32 some digits of a score. So there are no empty rows in it, nor in a lower precision."""
+        layer = transformer(*SIZES, threefold=False)
+        for block in layer.blocks:
+            block.attention_pair_bias.inf = 1e6
+        rng = torch.Generator().manual_seed(6)
+        a, s, z = (torch.randn(shape, generator=rng) for shape in ((1, 1, 9, 16), (1, 1, 9, 12), (1, 1, 9, 9, 8)))
+        fused, bias, mask = diffusion_steps.Prepared(layer.blocks), 4 * layer.pair_bias(z), torch.zeros(1, 1, 9)
+        results = []
+        for precision in ("exact", "bf16"):
+            with sampling(precision):
+                results.append(diffusion_steps.run(fused, a, s, bias, mask, None, None))
+        assert relative_error(results[1], results[0].double()) < 0.01
+
     def test_two_samples_share_a_condition() -> None:
         rng = torch.Generator().manual_seed(2)
         a, s, z = (torch.randn(shape, generator=rng) for shape in ((1, 2, 9, 16), (1, 1, 9, 12), (1, 1, 9, 9, 8)))

@@ -39,12 +39,22 @@ def test_every_card_has_a_tile_that_fits(arch: str, low: bool) -> None:
     assert resources.spills == 0 and resources.shared <= SHARED_LIMITS[arch]
 
 
-def test_a_row_is_split_without_spills() -> None:
-    x = torch.empty(608, 1536)
+def test_a_product_written_in_bfloat16_on_an_h100() -> None:
     with target("sm_90") as kernels:
-        steps.split(x, x, x, kind="swiglu")
-        steps.split(x[:, :768], x[:, :768], x[:, :768], kind="adapt")
-    assert [report(kernel).spills for kernel in kernels] == [0, 0]
+        steps.product(halves(684, 768, False), halves(3072, 768, False), torch.empty(3072), dtype=torch.bfloat16)
+    resources = report(kernels[0])
+    assert resources.spills == 0 and resources.shared <= SHARED_LIMITS["sm_90"] and not resources.serialised
+    assert "HGMMA" in resources.mix
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_is_split_without_spills(dtype: torch.dtype) -> None:
+    x = torch.empty(608, 1536, dtype=dtype)
+    with target("sm_90") as kernels:
+        steps.split(x, x, x, kind="swiglu", low=dtype == torch.float32)
+        steps.split(x, x, kind="gate", low=dtype == torch.float32)
+        steps.split(x[:, :768].float(), x[:, :768].float(), x[:, :768].float(), kind="adapt")
+    assert [report(kernel).spills for kernel in kernels] == [0, 0, 0]
 
 
 def test_tiles_keep_processors_busy() -> None:

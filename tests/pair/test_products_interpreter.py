@@ -67,6 +67,17 @@ else:
         assert error(whole(steps.split(x, a, b, kind="swiglu")), F.silu(d) * e * f) < 3e-7
         assert error(whole(steps.split(x, factor=a[0])), d * e[0]) < 2e-7
 
+    def test_bfloat16_is_written_and_split() -> None:
+        """The result is that of float32, rounded once; and what bfloat16 has is split without a loss."""
+        x, w, bias = draw(7, 40, 30, 64, "normal")
+        halves = steps.split(x, low=False), steps.split_weights([w], low=False)
+        low = steps.product(*halves, bias, dtype=torch.bfloat16)
+        assert torch.equal(low, steps.product(*halves, bias).bfloat16())
+        wide = low.float()
+        for kind, others in (("", 0), ("gate", 1), ("swiglu", 1), ("swiglu", 2)):
+            split, right = (steps.split(y, *[y.flip(0)] * others, kind=kind, low=False) for y in (low, wide))
+            assert torch.equal(split.hi, right.hi) and torch.equal(split.unit, right.unit)
+
     @pytest.mark.filterwarnings("ignore:invalid value encountered")
     def test_infinities_and_nan_give_what_float32_gives() -> None:
         x, w, _ = draw(5, 40, 50, 96, "normal")

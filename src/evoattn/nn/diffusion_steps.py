@@ -33,6 +33,7 @@ from evoattn.core import guards
 from evoattn.core.devices import installed
 from evoattn.core.keeping import keeps, made_once, may_keep, precision, states
 from evoattn.core.numerics import float32_products, products_in
+from evoattn.empty_rows.means import may_be_empty
 from evoattn.nn.attention import Attention, attend_masked, heads, mask_arguments
 from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
 from evoattn.nn.submodules import has_global_hooks, is_linear, is_norm, may_skip
@@ -265,6 +266,7 @@ def _run(
     factors = None if transition_mask is None else transition_mask.expand(a.shape[:-1]).reshape(-1).float().contiguous()
     first = blocks[0].attention_pair_bias
     masks = mask_arguments(mask, dtype, inf=first.inf, empty_rows=first.empty_rows)
+    inf = first.inf if may_be_empty(first.inf, a.dtype) else 0.0  # whatever the precision, rows are empty as in float32
     group = max(1, _CONDITIONS // (6 * channels * s.shape[0]))
     for i, (block, w) in enumerate(zip(blocks, weights, strict=True)):
         if i % group == 0:
@@ -284,7 +286,7 @@ def _run(
         q, gates = y[1:, :width], y[1:, 3 * width :]
         keys = y[1:, width : 3 * width] if picked is None else y[:, width : 3 * width].index_select(0, picked)
         q, k, v = (heads(x.unflatten(0, (*lead, -1)), attention.no_heads) for x in (q, *keys.split(width, -1)))
-        o = attend_masked(q, k, v, masks, pair_bias[i] if dtype == a.dtype else pair_bias[i].to(dtype), None, inf=attention.inf)
+        o = attend_masked(q, k, v, masks, pair_bias[i] if dtype == a.dtype else pair_bias[i].to(dtype), None, inf=inf)
         x = steps.split(o.reshape(count, width), gates, kind="gate", low=low)
         steps.product(x, w.out, w.out_bias, gate=gate, base=rows, out=rows, **sharing)
         eps = transition.layer_norm.layer_norm_a.eps

@@ -24,13 +24,14 @@ from unittest.mock import MagicMock, patch
 import numpy
 import torch
 from prediction_features import FEATURES, unpacked
+from prediction_runtimes import BIONEMO, Runtime
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))  # `clients` is there
 
 from clients.weights import fill
 
-__all__ = ["PROGRAMS", "RECYCLES", "Denoiser", "Program", "Runtime", "boltz2", "padded", "tf32"]
+__all__ = ["PROGRAMS", "RECYCLES", "Denoiser", "Program", "boltz2", "tf32"]
 
 RECYCLES = 3
 """The number of times that every published model runs its trunk again."""
@@ -86,29 +87,6 @@ class Denoiser(NamedTuple):
     part: str
     method: str
     atoms: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Runtime:
-    """Another program that runs a program's model.
-
-    Args:
-        package: what is imported.
-        distribution: the package whose version is recorded.
-        precision: of its denoiser.
-        build: its model with the weights of the program's, on a device.
-        inputs: its inputs from those of the program.
-        predict: as that of `Program`.
-        stages: those of its model, as those of `Program`.
-    """
-
-    package: str
-    distribution: str
-    precision: str
-    build: Callable[[nn.Module, torch.device], nn.Module]
-    inputs: Callable[[Any], Any]
-    predict: Callable[[nn.Module, Any, int, int, int], Mapping[str, Tensor]]
-    stages: Callable[[nn.Module], Mapping[str, tuple[str, str]]]
 
 
 class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -206,38 +184,6 @@ def _boltz2_predict(model: nn.Module, inputs: Any, steps: int, recycles: int, sa
 
 def _boltz2_kernels(model: nn.Module, on: bool) -> None:
     setattr(model, "use_kernels", on)  # noqa: B010
-
-
-def _bionemo(model: nn.Module, device: torch.device) -> nn.Module:
-    """Boltz-2 of NVIDIA's BioNeMo Inference Runtime, in the precisions that it chooses."""
-    from bionemo_ir.models.boltz2 import Boltz2
-
-    made: Any = Boltz2(include_load_weights=False)
-    made.load_weights(weights={name: x.cpu() for name, x in model.state_dict().items()})
-    outputs: nn.Module = made.to(device).eval()
-    return outputs
-
-
-def padded(features: Mapping[str, Tensor], multiple: int = 8) -> dict[str, Tensor]:
-    """Features of Boltz-2 with so many tokens that their number is a multiple: zeros follow the last."""
-    tokens = features["token_pad_mask"].shape[1]
-
-    def longer(x: Tensor) -> Tensor:
-        more = [-tokens % multiple * (axis > 0 and size == tokens) for axis, size in enumerate(x.shape)]
-        return torch.nn.functional.pad(x, [part for y in reversed(more) for part in (0, y)])
-
-    return {name: longer(x) for name, x in features.items()}
-
-
-def _bionemo_predict(model: nn.Module, inputs: Any, steps: int, recycles: int, samples: int) -> dict[str, Tensor]:
-    # A copy: the model writes into the mapping.
-    outputs = model(dict(inputs), recycling_steps=recycles, num_sampling_steps=steps, diffusion_samples=samples)
-    return {"coordinates": outputs["coords"]}
-
-
-def _bionemo_stages(model: nn.Module) -> dict[str, tuple[str, str]]:
-    sampler = ("diffusion_sampler", "forward") if hasattr(model, "diffusion_sampler") else ("structure_module", "sample")
-    return {"trunk": ("trunk", "forward"), "denoiser": sampler, "confidence": ("confidence_module", "forward")}
 
 
 def _esmfold(device: torch.device) -> nn.Module:
@@ -347,7 +293,7 @@ PROGRAMS = {
             "confidence": ("confidence_module", "forward"),
         },
         _boltz2_kernels,
-        runtime=Runtime("bionemo_ir", "bionemo-ir", "bf16", _bionemo, padded, _bionemo_predict, _bionemo_stages),
+        runtime=BIONEMO,
         denoiser=Denoiser("structure_module", "preconditioned_network_forward", "atom_pad_mask"),
     ),
     "esmfold": Program(

@@ -11,7 +11,8 @@ import prediction_page
 import pytest
 import torch
 from prediction_features import FEATURES, unpacked
-from prediction_programs import LETTERS, PROGRAMS, UBIQUITIN, Denoiser, Program, Runtime, _nested, padded, tf32
+from prediction_programs import LETTERS, PROGRAMS, UBIQUITIN, Denoiser, Program, _nested, tf32
+from prediction_runtimes import Runtime, padded
 from prediction_steps import Step
 from prediction_ways import WAYS, begun, difference, keep, left_out
 from predictions import Clock, Run, measure, show

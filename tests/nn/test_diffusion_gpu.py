@@ -125,22 +125,22 @@ def test_tf32_is_that_of_torch() -> None:
 
 
 def test_a_named_tf32_needs_no_setting_of_torch() -> None:
-    """It has the bits that torch's setting gives, and an exact sampling beside it stays exact."""
-    layer, tensors = on_gpu(), inputs(1, 152)
+    """It has the bits that torch's setting gives, attention included. An exact sampling beside it stays exact."""
+    layer, (a, s, z, mask) = on_gpu(), inputs(1, 152)
+    call = {"mask": mask, "pair_bias": layer.pair_bias(z)}
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
         with sampling():
-            expected = layer(*tensors)
+            expected = layer(a, s, **call)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
-    pair_bias = layer.pair_bias(tensors[2])  # in float32, whatever the setting
-    a, s, _, mask = tensors
-    with sampling("tf32"):
-        named = layer(a, s, mask=mask, pair_bias=pair_bias)
-    with sampling():
-        exact = layer(a, s, mask=mask, pair_bias=pair_bias)
-    true = layer.double()(*double(tensors))
-    assert error(named, true) <= 1.5 * error(expected, true) and error(exact, true) < 3e-6
+    results = []
+    for precision in ("tf32", "exact"):
+        with sampling(precision):
+            results.append(layer(a, s, **call))
+    true = layer.double()(*double([a, s]), mask=mask.double(), pair_bias=call["pair_bias"].double())
+    assert torch.equal(results[0], expected) and error(expected, true) > 1e-5
+    assert error(results[1], true) < 3e-6
 
 
 @pytest.mark.parametrize("seed", range(12))

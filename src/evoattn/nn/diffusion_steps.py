@@ -233,22 +233,10 @@ def run(
     transition_mask: Tensor | None,
 ) -> Tensor:
     """`DiffusionTransformer.forward` of a call, whose arguments are checked. A pair bias of another dtype is cast each time."""
-    with products_in(None if precision() == "exact" else "tf32"):
-        return _run(prepared, a, s, pair_bias, mask, to_keys, transition_mask)
-
-
-def _run(
-    prepared: Prepared,
-    a: Tensor,
-    s: Tensor,
-    pair_bias: Any,
-    mask: Tensor | None,
-    to_keys: Callable[[Tensor], Tensor] | None,
-    transition_mask: Tensor | None,
-) -> Tensor:
     from evoattn.pair.products import steps
 
-    low, dtype, blocks = float32_products() != "tf32", attention_dtype(), prepared.blocks
+    low = precision() == "exact" and float32_products() != "tf32"
+    dtype, blocks = attention_dtype(), prepared.blocks
     weights, of_condition = prepared.weights(low)
     lead, positions, channels = a.shape[:-2], a.shape[-2], a.shape[-1]
     s, samples = _shared(s, lead, positions)
@@ -286,7 +274,9 @@ def _run(
         q, gates = y[1:, :width], y[1:, 3 * width :]
         keys = y[1:, width : 3 * width] if picked is None else y[:, width : 3 * width].index_select(0, picked)
         q, k, v = (heads(x.unflatten(0, (*lead, -1)), attention.no_heads) for x in (q, *keys.split(width, -1)))
-        o = attend_masked(q, k, v, masks, pair_bias[i] if dtype == a.dtype else pair_bias[i].to(dtype), None, inf=inf)
+        bias = pair_bias[i] if dtype == a.dtype else pair_bias[i].to(dtype)
+        with products_in(None if low else "tf32"):
+            o = attend_masked(q, k, v, masks, bias, None, inf=inf)
         x = steps.split(o.reshape(count, width), gates, kind="gate", low=low)
         steps.product(x, w.out, w.out_bias, gate=gate, base=rows, out=rows, **sharing)
         eps = transition.layer_norm.layer_norm_a.eps

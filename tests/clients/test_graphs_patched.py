@@ -18,7 +18,7 @@ from evoattn.clients.graphs.recorder import modes
 from evoattn.clients.releases import digest, sources
 from evoattn.clients.site import TRANSFORMER, Client, Count, Site
 from evoattn.core import keeping
-from tests.clients.recording import Block, Denoiser, Trunk, Watched, draw, recordings
+from tests.clients.recording import Block, Denoiser, Trunk, draw
 from tests.helpers.recorders import Traced
 
 DENOISER = """

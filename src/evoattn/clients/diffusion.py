@@ -133,13 +133,14 @@ def _run(
 
 
 def heads_first(bias: Tensor) -> Tensor:
-    """A bias `[*, Q, K, H]` as `[*, H, Q, K]`, in the precision of the sampling and with aligned rows. A copy if need be."""
-    return diffusion_steps.aligned(bias.movedim(-1, -3), diffusion_steps.attention_dtype())
+    """A bias `[*, Q, K, H]` as `[*, H, Q, K]`, in bfloat16 if the sampling is, and with aligned rows. A copy if need be."""
+    low = diffusion_steps.attention_dtype()
+    return diffusion_steps.aligned(bias.movedim(-1, -3), bias.dtype if low == torch.float32 else low)
 
 
 def attends_to_all(mask: Tensor) -> bool:
     """Return whether a mask leaves nothing out. The host waits for it once in a sampling."""
-    return fact("every token", mask, lambda x: bool(x.all()))
+    return bool(fact("every token", mask, lambda x: bool(x.all())))
 
 
 def conditioned(original: Callable[..., Any], count: Count) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 import functools
 import importlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -397,6 +397,15 @@ def on_gpu(client: str, windows: bool) -> tuple[Any, dict[str, Any], dict[str, A
     return original, {name: x.float() if isinstance(x, Tensor) else x for name, x in exactly.items()}, exactly
 
 
+@pytest.fixture
+def products() -> Iterator[Any]:
+    """The settings of products on a GPU, which are as before afterwards."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_tf32
+    yield settings
+    settings.allow_tf32 = before
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use; the tests above call the layers")
 @pytest.mark.parametrize("tf32", [False, True])
@@ -404,7 +413,7 @@ def on_gpu(client: str, windows: bool) -> tuple[Any, dict[str, Any], dict[str, A
 @pytest.mark.parametrize("client", CLIENTS)
 @torch.no_grad()
 def test_no_further_from_float64_than_the_client_on_a_gpu(
-    client: str, windows: bool, tf32: bool, monkeypatch: pytest.MonkeyPatch
+    client: str, windows: bool, tf32: bool, monkeypatch: pytest.MonkeyPatch, products: Any
 ) -> None:
     """Also under OpenFold-3's autocast to float32, and in a CUDA graph, which has the same bits."""
     original, call, exactly = on_gpu(client, windows)
@@ -414,7 +423,7 @@ def test_no_further_from_float64_than_the_client_on_a_gpu(
     runs: list[Any] = []
     own = diffusion_steps.run
     monkeypatch.setattr(diffusion_steps, "run", lambda *args: runs.append(args) or own(*args))
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+    products.allow_tf32 = tf32
     plain = original(**call)
     computed = functools.partial(known(client).call, Swap(original, is_called=True).layer, **call)
     with keeping.sampling():

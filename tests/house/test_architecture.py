@@ -163,6 +163,15 @@ def test_layers_import_nothing_of_clients_models() -> None:
     assert fresh(code).split("\n") == ["[]", "True"]
 
 
+def test_what_patches_clients_is_imported_when_it_is_asked_for() -> None:
+    code = (
+        "import sys, evoattn; print(any(m.startswith('evoattn.clients') for m in sys.modules));"
+        "from evoattn import Patch; print('patch' in dir(evoattn), Patch.__module__);"
+        "print(hasattr(evoattn, 'unknown'))"
+    )
+    assert fresh(code).split("\n") == ["False", "True evoattn.clients.patching", "False"]
+
+
 def test_import_starts_no_cuda_and_writes_nothing(tmp_path: pathlib.Path) -> None:
     code = (
         "import os, builtins, torch\n"

@@ -5,10 +5,10 @@
     PYTHONPATH=src python benchmarks/predictions.py --programs boltz2 --samples 1 5 --precision tf32 bf16
 
 The models have full depth and random weights, 3 recycles and 200 steps; the inputs are those of real sequences. Each way
-first runs a short prediction that compiles, then the one that is timed, as a whole and by stage; the host waits for the GPU
-around each stage. Up to `--exact` residues, a float32 prediction comes first: the table says how far each way is from it. A
-way that runs out of memory is recorded as such, and the next one is measured. A record of the same machine and commit is
-added to. Cases of Boltz-2 up to `--exact` residues also say how far one step of the denoiser is from float64, in Å.
+first runs a short prediction that compiles and records, then the one that is timed, as a whole and by stage. The host waits
+for the GPU around each stage. Up to `--exact` residues, a float32 prediction comes first: the table says how far each way is
+from it. A way that runs out of memory is recorded as such, and the next one is measured. A record of the same machine and
+commit is added to. Cases of Boltz-2 up to `--exact` residues also say how far one step of the denoiser is from float64, in Å.
 """
 
 from __future__ import annotations

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evoattn.clients import graphs
 from evoattn.clients.graphs import FIRST, call_kinds, trees
 from evoattn.clients.site import Count
 from evoattn.core import keeping
 from tests.clients.recording import OF_ATTENTION, Denoiser, Watched, draw, recordings
+from tests.helpers.recorders import Traced
 
 
 def test_what_is_read_of_objects(watched: Watched) -> None:
@@ -261,6 +262,105 @@ def test_what_a_graph_cannot_make_is_read_where_it_is() -> None:
         assert (watched.recorder.recorded, watched.replayed, recordings(watched)) == (turn, turn * 5, 0)
 
 
+def test_what_is_made_of_an_argument_that_moves_is_noticed(watched: Watched) -> None:
+    """A recording makes it once, but each call has another argument."""
+
+    def body(_: Denoiser, x: Tensor, new: Tensor) -> Tensor:
+        return x * keeping.made_once("sum", (new,), lambda: new.sum(0))
+
+    watched = Watched(body)
+    graphs.loop(lambda _: [watched.agrees(1, draw(turn)) for turn in range(10)], Count())(object())
+    assert watched.reasons == {FIRST, "a replay of its recording returned something else"}
+
+
+def test_a_loop_keeps_no_module() -> None:
+    watched, gone = Watched(), []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(call_kinds, "_MOST_COPIED", 0)
+        graphs.loop(lambda _: watched.agrees(8), Count())(object())
+    gone.append(weakref.ref(watched.module))
+    watched.module = None  # type: ignore[assignment]
+    gc.collect()
+    assert gone[0]() is None
+
+
+def test_a_beginning_that_fails_is_tried_again(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = graphs.loop(lambda _: watched.agrees(8), Count())
+    run(object())
+    kind = next(iter(next(iter(watched.steps._known.values())).kinds.values()))
+    recording = kind._recording
+    begin, watched.z = recording.begin, draw(9)
+
+    def fails_once() -> None:
+        recording.begin = begin
+        raise RuntimeError("no memory")
+
+    recording.begin = fails_once
+
+    def sample(_: object) -> None:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="no memory"):
+            watched.module(draw(2), watched.z)
+        watched.agrees(8)
+
+    graphs.loop(sample, Count())(object())
+    assert watched.recorder.recorded == 1
+
+
+def test_a_sampling_has_recordings_of_its_own(watched: Watched) -> None:
+    """Layers may compute otherwise in it."""
+
+    def body(_: Denoiser, x: Tensor) -> Tensor:
+        return 2 * x if keeping.keeps() else x
+
+    watched = Watched(body)
+    watched.agrees(6)
+    graphs.loop(lambda _: watched.agrees(6), Count())(object())
+    watched.agrees(6)
+    assert watched.replayed == 3 + 3 + 6
+
+
+class Sampler(nn.Module):
+    """A module whose steps are recorded whole, and how often its function ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.by, self.ran, self.settings = nn.Linear(4, 4), 2.0, [0], {"more": 1.0}
+        self.eval()
+
+    def net_of(self, x: Tensor) -> Tensor:
+        self.ran[0] += 1
+        return self.net(x) * self.by + self.settings["more"]
+
+    def sample(self, step: Any) -> list[Tensor]:
+        results = [step(self, draw(turn)) for turn in range(6)]
+        assert all(torch.equal(x, self.net_of(draw(turn))) for turn, x in enumerate(results))
+        return results
+
+
+@torch.no_grad()
+def test_a_whole_step_sees_what_its_module_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attributes, methods, methods of base classes, and hooks of the part that it calls."""
+    monkeypatch.setattr(graphs, "Recorder", Traced)
+    step = graphs.whole(lambda self, x: self.net_of(x), "net", "sample")
+    module, called = type("Outer", (Sampler,), {})(), []
+    sample = graphs.loop(lambda self: Sampler.sample(self, step), Count())
+    for change in (
+        lambda: None,
+        lambda: setattr(module, "by", 3.0),
+        lambda: module.settings.update(more=4.0),
+        lambda: setattr(Sampler, "net_of", lambda self, x: self.net(x) * 5),
+        lambda: setattr(module, "net_of", lambda x: module.net(x) * 7),
+        lambda: module.net.register_forward_hook(lambda *_: called.append(1)),
+    ):
+        with monkeypatch.context():
+            change()
+            sample(module)
+            module.sample = object()  # somebody wraps it to measure it
+            before = module.ran[0]
+            sample(module)
+    assert len(called) == 2 * 2 * 6 and before == module.ran[0]
+
+
 def test_a_fact_that_differs_is_recorded_anew() -> None:
     """What the host reads of a tensor decides what is recorded."""
 
@@ -270,8 +370,10 @@ def test_a_fact_that_differs_is_recorded_anew() -> None:
     watched = Watched(body)
     watched.z = torch.ones(3, 4)
     run = graphs.loop(lambda _: watched.agrees(8, watched.z), Count())
+    earlier = []
     for value, recorded in ((1, 1), (2, 1), (-1, 2), (-2, 2), (3, 3)):
         watched.z = torch.full((3, 4), float(value))
+        earlier.append(watched.z)
         run(object())
         assert watched.recorder.recorded == recorded
 

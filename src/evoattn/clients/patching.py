@@ -65,7 +65,9 @@ class Patch:
 
     @property
     def calls_by_kind(self) -> dict[str, int]:
-        """Calls that evoattn computed, as "attention call", "triangle multiplication", "transition" and "pair block"."""
+        """Calls that evoattn computed, by kind: "attention call", "triangle multiplication", "transition", "pair block" and
+        "diffusion transformer".
+        """
         kinds = {kind for kind, _ in self._counts}
         return {x: sum(count.replaced for (kind, _), count in self._counts.items() if kind == x) for x in KINDS if x in kinds}
 
@@ -271,20 +273,21 @@ def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False,
         ...     len(patched.sites)
         2
     """
-    check_precision(precision or "exact")
+    wanted = "exact" if precision is None else precision
+    check_precision(wanted)
     if name is None:
-        return _patch_all(layers, graphs, precision or "exact")
+        return _patch_all(layers, graphs, wanted)
     if name not in NAMES:
         raise ValueError(f"name must be one of {', '.join(map(repr, NAMES))}, or None for all that are installed; got {name!r}")
     if graphs and not client(name).steps:
         known = ", ".join(repr(each) for each in NAMES if client(each).steps)
         raise ValueError(f"graphs must be False for {name!r}: CUDA graphs are recorded of {known}")
-    patched = active.get(name) or Patch(precision=precision or "exact")
+    patched = active.get(name) or Patch(precision=wanted)
     if precision not in (None, patched.precision):
         raise ValueError(
             f"precision must be {patched.precision!r} for {name!r}, which is patched with it, got {precision!r}: undo it first"
         )
-    check_reach(precision or "exact", (name,), layers, graphs)
+    check_reach(wanted, (name,), layers, graphs)
     patched._apply(client(name), client(name).parts(layers, graphs))
     patched._calls += 1
     patched._fresh += 1
@@ -312,6 +315,10 @@ def _patch_all(layers: bool, graphs: bool, precision: str) -> Patch:
     check_reach(precision, NAMES, layers, graphs)
     patched = Patch(precision=precision)
     for name in NAMES:
+        if name in active and active[name].precision != precision and client(name).has_transformers:
+            print(
+                f"evoattn leaves {name} in precision {active[name].precision!r}: another patch of it is active", file=sys.stderr
+            )
         if name in active or client(name).installed is None:
             continue
         try:

@@ -51,8 +51,8 @@ def sampling(precision: str = "exact") -> contextlib.AbstractContextManager[None
 
     The weights may not change inside: a write through `.data`, or to a tensor of inference mode, is seen by nobody. Call the
     layers on one stream. What was made of a weight stays until the end, also of one that the caller has dropped. A sampling
-    inside of another one shares what that has, and its precision. Recordings of CUDA graphs inside read what is kept: drop them
-    with it.
+    inside of another one shares what that has, and its precision. CUDA graphs that you record inside read what is kept: drop
+    them with it. The object is good for one `with` block.
 
     Args:
         precision: of the fused kernels inside. Only they know it: whatever layers or a CPU compute is as outside.

@@ -107,9 +107,14 @@ class CallKind:
             return None
         return self._recording.size + sum(x.nbytes for x in self._rooms if x is not None)
 
+    @property
+    def begins(self) -> bool:
+        """True if there is a recording that makes something at its beginning, as each of a loop does."""
+        return self._recording is not None and self._loop is not None
+
     def end_loop(self) -> None:
-        """Drop a recording that is not kept for other runs of a loop."""
-        if not self._is_kept:
+        """Drop a recording of a loop that is not kept for other runs."""
+        if self.begins and not self._is_kept:
             self.drop()
 
     def stands_for(self, tensors: list[Tensor], loop: object | None) -> bool:
@@ -120,11 +125,11 @@ class CallKind:
             return loop is not None and self._is_kept and all(read(tensors[i]) == value for i, read, value in self._facts)
         return all(x is None or x.holds(y) for x, y in zip(self._places, tensors, strict=True))
 
-    def is_ready(self, tensors: list[Tensor]) -> bool:
-        """Note the tensors of a call that ran as it was. Return whether it may be recorded now."""
+    def is_ready(self, tensors: list[Tensor], loop: object | None) -> bool:
+        """Note the tensors of a call that ran as it was, in a run of a loop or in none. Return whether to record it now."""
         same = {i for i, (x, y) in enumerate(zip(self._last, tensors, strict=False)) if x.holds(y)}
-        # If another tensor came while the recorded one is in use, two computations take turns.
-        for i, x in enumerate(self._places):
+        # If another tensor came while the recorded one is in use, two computations take turns. Runs may differ.
+        for i, x in enumerate(self._places if self._loop in (None, loop) else ()):
             if x is not None and x.exists() and not x.holds(tensors[i]):
                 self._moving.add(i)
         self._last = [_Place(x) for x in tensors]
@@ -255,10 +260,10 @@ class CallKind:
         assert self._recording is not None
         if begins or self._loop not in (None, loop):
             _copy(self._rooms, tensors)
+            self._recording.begin()
             if self._is_kept:
                 self._places = [x and _Place(y) for x, y in zip(self._places, tensors, strict=True)]
                 self._loop = loop
-            self._recording.begin()
         else:
             _copy([room if place is None else None for room, place in zip(self._rooms, self._places, strict=True)], tensors)
         if self._weights:

@@ -46,6 +46,7 @@ def modes(kind: str) -> tuple[Any, ...]:
         torch.get_autocast_dtype(kind),
         torch.is_autocast_cache_enabled(),
         float32_products(),
+        keeping.keeps(),
         keeping.precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
@@ -137,7 +138,8 @@ class Recorder:
         The same holds for what cuBLAS works in: torch makes it anew in the pool, where nobody frees it under the graph.
         """
         pool, graph, broken = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph(), Recorder._broken
-        before = torch.cuda.memory_allocated(side.device)
+        torch.cuda.empty_cache()  # as each capture does first
+        before = _reserved(side.device)
 
         def is_valid() -> bool:
             return Recorder._broken == broken
@@ -146,15 +148,19 @@ class Recorder:
         with _cleared(), low:
             if not once:
                 with _capturing(graph, pool, side):
-                    return Recording(graph.replay, run(), is_valid)
+                    result = run()
+                return Recording(graph.replay, result, is_valid, size=_reserved(side.device) - before)
             begin = torch.cuda.CUDAGraph()
             with keeping.made_by_a_graph(anew) as kept, _capturing(begin, pool, side):
                 run()
             begin.replay()
             with _capturing(graph, pool, side):
                 result = run()
-        size = max(0, torch.cuda.memory_allocated(side.device) - before)
-        return Recording(graph.replay, result, is_valid, begin.replay, kept, size)
+            return Recording(graph.replay, result, is_valid, begin.replay, kept, _reserved(side.device) - before)
+
+
+_reserved = torch.cuda.memory_reserved
+"""Bytes that torch has taken from a device, those of the pools of graphs too."""
 
 
 @contextlib.contextmanager

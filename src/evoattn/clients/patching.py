@@ -315,11 +315,12 @@ def _patch_all(layers: bool, graphs: bool, precision: str) -> Patch:
     check_reach(precision, NAMES, layers, graphs)
     patched = Patch(precision=precision)
     for name in NAMES:
-        if name in active and active[name].precision != precision and client(name).has_transformers:
-            print(
-                f"evoattn leaves {name} in precision {active[name].precision!r}: another patch of it is active", file=sys.stderr
-            )
-        if name in active or client(name).installed is None:
+        if name in active:
+            has = active[name].precision
+            if has != precision and client(name).has_transformers:
+                print(f"evoattn leaves {name} in precision {has!r}: another patch of it is active", file=sys.stderr)
+            continue
+        if client(name).installed is None:
             continue
         try:
             patched._apply(client(name), client(name).parts(layers, graphs))

@@ -21,7 +21,7 @@ No processor has old copies of such results: nobody loads them before they are c
 at once. The first kernel of a call is launched the usual way, behind all that is in the stream: the caller's work, and what
 torch copies and clears for this call. Other work between two of these kernels only costs their overlap.
 
-A kernel that waits before its first load can follow any other (`follows`).
+A kernel that waits before its first load can follow any other (`early`, `follows`).
 """
 
 from __future__ import annotations
@@ -72,13 +72,17 @@ def wait_to_store(WAIT: tl.constexpr):
         _wait()
 
 
+def early(device: torch.device) -> int:
+    """WAIT of a kernel that may follow any other, and calls `wait_to_load` first. 0 where launches do not overlap."""
+    return _TO_LOAD if _able(device) else _NEVER
+
+
 def follows(device: torch.device) -> dict[str, Any]:
-    """Options of a launch that may start before the one before it is complete. Its kernel calls `wait_to_load` first."""
-    return {"launch_pdl": True} if able(device) else {}
+    """Options of the launch of such a kernel, which may start before the one before it is complete."""
+    return {"launch_pdl": True} if _able(device) else {}
 
 
-def able(device: torch.device) -> bool:
-    """Return whether launches can overlap."""
+def _able(device: torch.device) -> bool:
     return OVERLAPS and (cards.capability(device) or (0, 0)) >= _FIRST_CAPABILITY
 
 
@@ -87,7 +91,7 @@ def overlap(device: torch.device, *chain: tuple[Launch, tuple[Launch, ...]]) -> 
 
     `chain` has the launches in the order of the stream, each with those whose results it loads.
     """
-    overlaps = able(device)
+    overlaps = _able(device)
     place: dict[Launch, int] = {}
     complete = 0  # how many of them are when the next one starts
     for one, loads in chain:

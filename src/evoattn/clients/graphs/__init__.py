@@ -139,7 +139,7 @@ def whole(function: Callable[..., Any], part: str, loops: str) -> Callable[..., 
 
     def run(module: nn.Module, *args: Any) -> Any:
         inner = getattr(module, part)
-        if current.get() is None or inner._forward_hooks or inner._forward_pre_hooks:
+        if not in_loop() or inner._forward_hooks or inner._forward_pre_hooks:
             return function(module, *args)
         values = [x for kind in type(module).__mro__ for x in vars(kind).values()]
         for name, value in vars(module).items():

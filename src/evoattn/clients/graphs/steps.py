@@ -76,7 +76,15 @@ class _Known:
     def __init__(self, module: nn.Module, changes: int = 0) -> None:
         self.seen, self.kinds = Seen(module), Kinds()
         self.changes = changes  # the last calls, in a row, that changed the module
-        self.trusted: object | None = None  # the loop in which it is not looked at any more
+        self.trusted: Run | None = None  # the run in which it is not looked at any more
+
+    def is_trusted(self) -> bool:
+        """Return whether a replay has stood for a call in the run that goes on."""
+        return self.trusted is not None and self.trusted is current.get()
+
+    def holds(self) -> bool:
+        """Return whether the module is as it was seen. In a run it is not looked at once it is trusted."""
+        return self.is_trusted() or self.seen.holds()
 
     def is_left_alone(self) -> bool:
         """Return whether the call that just ran left the module as it was. A call that fills a cache does not."""
@@ -119,7 +127,7 @@ class Steps:
             known = self._known.get(module)
             if known is None:
                 return
-            if known.trusted is not None and known.trusted is current.get() and not known.seen.holds():
+            if known.is_trusted() and not known.seen.holds():
                 warnings.warn(
                     f"{type(module).__name__} has changed while it was sampled: replayed steps computed it as it was before. "
                     "Change modules between samplings, or patch with graphs=False",
@@ -154,7 +162,7 @@ class Steps:
                     return result
                 self._count.count_passed_on(FIRST)
                 with self._repeated():
-                    return self._compare(module, known, kind, call) if stands else self._learn(module, known, kind, call)
+                    return (self._compare if stands else self._learn)(module, known, kind, call, run)
             self._count.count_passed_on(why or FIRST)
         with repeated() if kind is not None else contextlib.nullcontext():  # computed as recorded calls of its kind
             return self._original(module, *args, **kwargs)
@@ -175,10 +183,7 @@ class Steps:
         known = self._known.get(module)
         if known is not None and known.changes >= _RESTLESS:
             return "it changes its modules", None, None
-        trusted = known is not None and known.trusted is not None and known.trusted is current.get()
-        if known is None or not (
-            trusted or known.seen.holds()
-        ):  # weights were loaded, or a part was exchanged: recordings are of no use
+        if known is None or not known.holds():  # weights were loaded, or a part was exchanged: recordings are of no use
             known = self._known[module] = _Known(module, known.changes if known else 0)
             if self._shared:
                 self._join(known)
@@ -212,14 +217,14 @@ class Steps:
         except NotCaptured as error:
             known.seen.obstacle = known.seen.obstacle or str(error)
 
-    def _learn(self, module: nn.Module, known: _Known, kind: CallKind, call: Call) -> Any:
+    def _learn(self, module: nn.Module, known: _Known, kind: CallKind, call: Call, run: Run | None) -> Any:
         """Run a call as it is, and record it if one like it came before."""
         before = keeping.states(call.tensors)
         result = self._original(module, *call.args, **call.kwargs)
         if self._changed(kind.spec, before, call):
             kind.obstacle = "it changes its arguments"
-        elif known.is_left_alone() and kind.is_ready(call.tensors, current.get()):
-            kind.record(self._recorder, self._original, module, call, self._shared, current.get(), self._is_whole)
+        elif known.is_left_alone() and kind.is_ready(call.tensors, run):
+            kind.record(self._recorder, self._original, module, call, self._shared, run, self._is_whole)
             self._drop_oldest()
         return result
 
@@ -231,7 +236,7 @@ class Steps:
             if place >= _RECORDED or (place and size > _MOST_BYTES):
                 kind.drop()
 
-    def _compare(self, module: nn.Module, known: _Known, kind: CallKind, call: Call) -> Any:
+    def _compare(self, module: nn.Module, known: _Known, kind: CallKind, call: Call, run: Run | None) -> Any:
         """Run a call as it is, and a replay beside it.
 
         Its arguments have other values than those at the recording, so a recording that kept a value is found out.
@@ -247,16 +252,16 @@ class Steps:
             if not all(map(same_bits, before, call.tensors)):  # written to where torch counts no versions
                 raise NotCaptured("it changes its arguments")
             recorder.set_random_state(device, undrawn)
-            kind.replay(call.tensors, known.seen, current.get())  # the first one also loads the graph
+            kind.replay(call.tensors, known.seen, run)  # the first one also loads the graph
             if not torch.equal(recorder.random_state(device), drawn):
                 raise NotCaptured("it draws other random numbers")
             recorder.set_random_state(device, undrawn)
             between = recorder.seconds(device)
-            replayed = kind.replay(call.tensors, known.seen, current.get())
+            replayed = kind.replay(call.tensors, known.seen, run)
             kind.check(result, replayed, device, middle - start, recorder.seconds(device) - between)
             if kind.begins:  # as in another run
                 recorder.set_random_state(device, undrawn)
-                begun = kind.replay(call.tensors, known.seen, current.get(), begins=True)
+                begun = kind.replay(call.tensors, known.seen, run, begins=True)
                 kind.check(result, begun, device, math.inf, 0)
         except Exception as error:  # there may be no memory for another result: the caller has one already
             kind.refuse(error)

@@ -13,7 +13,7 @@ from evoattn.core.sizes import power_of_two
 from evoattn.kit import cards
 from evoattn.kit.launch import launch_kernel
 from evoattn.kit.norm import Rows
-from evoattn.kit.overlap import able, follows
+from evoattn.kit.overlap import early, follows
 from evoattn.pair.products import kernels
 
 _TILE_ELEMENTS = 4096
@@ -91,7 +91,7 @@ def split(
         FACTOR=factor is not None,
         LOW=low,
         FAST=cards.capability(x.device) is not None,
-        WAIT=int(able(x.device)),
+        WAIT=early(x.device),
     )
     views = [Rows(None, 0 if y is None else y.stride(0)) for y in (x, a, b)]
     tensors = (x, *(x if y is None else y for y in (a, b, factor)), out.hi, out.hi if out.lo is None else out.lo, out.unit)
@@ -168,7 +168,7 @@ def product(
         MASK=mask is not None,
         RESIDUAL=base is not None,
         FAST=cards.capability(out.device) is not None,
-        WAIT=int(able(out.device)),
+        WAIT=early(out.device),
     )
     halves = [part for side in (x, w) for part in (side.hi, side.hi if side.lo is None else side.lo, side.unit)]
     bias, mask = (y if y is None else y.contiguous() for y in (bias, mask))

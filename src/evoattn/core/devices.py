@@ -187,17 +187,20 @@ def without_autocast(tensor: Tensor, run: Callable[..., Any]) -> Callable[..., A
     return run_uncast
 
 
+_constants: dict[tuple[float, tuple[int, ...], torch.dtype, torch.device], Tensor] = {}
+"""They stay as long as the process: CUDA graphs read them."""
+
+
 def constant(value: float, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor full of a value. Nobody may write to it. It is not kept if a CUDA graph makes it at each replay."""
+    """A small tensor full of a value. Nobody may write to it. It is not kept if a CUDA graph makes it at each replay."""
+    key = value, shape, dtype, device
+    found = _constants.get(key)
+    if found is not None:
+        return found
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return torch.full(shape, value, dtype=dtype, device=device)
-    return _constant(value, shape, dtype, device)
-
-
-@functools.lru_cache(maxsize=256)
-def _constant(value: float, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         tensor = torch.full(shape, value, dtype=dtype, device=device)
     if tensor.is_cuda:  # other streams may read it next
         torch.cuda.current_stream(device).synchronize()
-    return tensor
+    return _constants.setdefault(key, tensor)

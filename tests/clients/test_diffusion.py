@@ -1,6 +1,8 @@
 """Diffusion transformers of Boltz by evoattn: answers and gradients, what samples share, and steps recorded as a whole."""
 
+import contextvars
 import dataclasses
+import functools
 import importlib
 from typing import Any
 
@@ -190,6 +192,62 @@ def test_what_samples_and_steps_share_is_made_once(monkeypatch: pytest.MonkeyPat
         forward(module, shared)  # as the client says it
 
 
+ASKED: list[int] = []
+
+
+def keys(x: Tensor, matrix: Tensor, size: int) -> Tensor:
+    """The rows of x that a matrix picks."""
+    ASKED.append(size)
+    return (matrix @ x.flatten(0, -2)).view(1, -1, x.shape[-1])
+
+
+def test_keys_of_windows_are_found_once() -> None:
+    """For the same tensors and numbers, however often the client makes the function anew."""
+    ASKED.clear()
+
+    def rows(matrix: Tensor, size: int) -> Tensor:
+        pick = functools.partial(keys, matrix=matrix, size=size)
+
+        def again(x: Tensor) -> Tensor:
+            return pick(x)
+
+        found: Any = diffusion._kept(again, again, (1, 1), 6)
+        return found.rows
+
+    matrix, other = torch.eye(6).flip(0)[:4], torch.eye(6)[:4]
+    with keeping.sampling():
+        assert rows(matrix, 4).tolist() == rows(matrix, 4).tolist() == [6, 5, 4, 3] and len(ASKED) == 1
+        assert rows(other, 4).tolist() == [1, 2, 3, 4] and rows(matrix, 5).tolist() == [6, 5, 4, 3] and len(ASKED) == 3
+        matrix.copy_(other)
+        assert rows(matrix, 4).tolist() == [1, 2, 3, 4]
+        box = [matrix]
+        assert diffusion._kept(lambda x: box[0] @ x, len, (1, 1), 6) is len  # what a list holds may change
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("hooked", [False, True])
+def test_the_condition_of_the_trunk_is_embedded_once(hooked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoders = pytest.importorskip("boltz.model.modules.encodersv2", exc_type=ImportError)
+    condition = filled(encoders.SingleConditioning(16.0, token_s=4, dim_fourier=8))
+    trunk, inputs, times = torch.randn(1, 5, 4), torch.randn(1, 5, 4), torch.rand(3)
+    called: list[Any] = []
+    embed = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: called.append(self) or embed(self, x))
+    if hooked:
+        condition.single_embed.register_forward_hook(lambda *_: None)
+    facts = contextvars.ContextVar[Any]("facts")
+    facts.set(diffusion._Facts((trunk, inputs)))
+    monkeypatch.setattr(diffusion, "_facts", facts)
+    forward = diffusion.shared_condition(encoders.SingleConditioning.forward, Count())
+    with keeping.sampling():
+        for turn in range(3):
+            s, fourier = forward(condition, times + turn, trunk.expand(3, -1, -1), inputs.expand(3, -1, -1))
+            right, right_fourier = encoders.SingleConditioning.forward(condition, times[:1] + turn, trunk, inputs)
+            assert torch.equal(s, right) and torch.equal(fourier, right_fourier)
+        linears = [x for x in called if x is condition.single_embed]
+        assert len(linears) == (6 if hooked else 4)  # three are the client's own
+
+
 def module_of(version: int) -> Any:
     name = "boltz.model.modules.diffusion" + ("v2" if version == 2 else "")
     kind = pytest.importorskip(name, exc_type=ImportError).AtomDiffusion
@@ -203,7 +261,7 @@ def module_of(version: int) -> Any:
 class Again(Traced):
     """A recorder that does again what the function does, outside of what watches it."""
 
-    def record(self, run: Any, device: torch.device, *, draws: bool = False, once: bool = False, anew: bool = False) -> Any:
+    def record(self, run: Any, device: torch.device, *, draws: bool = False, once: bool = False, **options: bool) -> Any:
         result = run()
 
         def replay() -> None:

@@ -337,18 +337,19 @@ def test_blocks_share_a_graph_and_draw_the_same_random_numbers(dtype: torch.dtyp
 
 
 def test_rotations_without_a_decomposition() -> None:
-    from evoattn.clients import sampling
+    from evoattn.nn.alignment import align, rotation
 
-    covariance, x, y = draw(1, 50, 3, 3), draw(2, 2, 9, 3), draw(3, 2, 9, 3)
-    weights = torch.ones(2, 9, device="cuda")
-    torch.testing.assert_close(sampling.rotation(covariance).cpu(), sampling.rotation(covariance.cpu()), rtol=0, atol=1e-10)
+    covariance, x, y = draw(1, 50, 3, 3), draw(2, 2, 1500, 3), draw(3, 2, 1500, 3)
+    weights = torch.rand(2, 1500, device="cuda")
+    torch.testing.assert_close(rotation(covariance).cpu(), rotation(covariance.cpu()), rtol=0, atol=1e-10)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        aligned = sampling._align(x, y, weights)
+        aligned = align(x, y, weights)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(aligned.cpu(), sampling._align(x.cpu(), y.cpu(), weights.cpu()), rtol=0, atol=1e-5)
+    expected = align(x.cpu().double(), y.cpu().double(), weights.cpu().double())
+    torch.testing.assert_close(aligned.cpu().double(), expected, rtol=0, atol=2e-6)
 
 
 def test_atoms_are_added_in_one_order_and_in_a_graph() -> None:

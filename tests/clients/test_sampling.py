@@ -11,62 +11,7 @@ from evoattn.clients import sampling
 from evoattn.clients.site import Count
 
 
-def by_svd(covariance: Tensor) -> Tensor:
-    """The best rotation, from singular vectors."""
-    u, _, vh = torch.linalg.svd(covariance)
-    signs = torch.ones(*covariance.shape[:-2], 3, dtype=covariance.dtype)
-    signs[..., -1] = torch.det(u @ vh).sign()
-    return u @ torch.diag_embed(signs) @ vh
-
-
-def is_rotation(turn: Tensor) -> bool:
-    unit = torch.eye(3, dtype=turn.dtype)
-    return torch.allclose(turn @ turn.mT, unit.expand_as(turn), atol=1e-12) and bool((torch.det(turn) > 0.999).all())
-
-
-@pytest.mark.parametrize("kind", ["ordinary", "mirrored", "flat", "small", "large", "close"])
-def test_rotation_is_the_one_of_the_singular_vectors(kind: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    covariance = torch.randn(50, 3, 3, generator=generator, dtype=torch.float64)
-    if kind == "mirrored":
-        covariance = covariance * -torch.det(covariance).sign()[:, None, None]
-    if kind == "flat":  # all points in a plane
-        covariance[:, :, 2] = 0
-    if kind == "close":  # two singular values that differ by 1e-6
-        u, s, vh = torch.linalg.svd(covariance)
-        s[:, 2] = s[:, 1] * (1 - 1e-6)
-        covariance = u @ torch.diag_embed(s) @ vh
-        covariance = covariance * torch.det(covariance).sign()[:, None, None]
-    covariance = covariance * {"small": 1e-30, "large": 1e30}.get(kind, 1.0)
-    rotation = sampling.rotation(covariance)
-    assert is_rotation(rotation)
-    torch.testing.assert_close(rotation, by_svd(covariance), rtol=0, atol=1e-9)
-
-
-def test_rotation_of_points_on_a_line_or_in_one_place_is_a_best_one() -> None:
-    line = torch.outer(torch.tensor([1.0, 2.0, -1.0]), torch.tensor([0.5, 1.0, 1.0])).double()
-    rotation = sampling.rotation(torch.stack([line, torch.zeros(3, 3, dtype=torch.float64)]))
-    assert is_rotation(rotation)
-    best = torch.linalg.svdvals(line).sum()
-    torch.testing.assert_close((rotation[0] * line).sum(), best, rtol=1e-12, atol=0)
-    torch.testing.assert_close(rotation[1], torch.eye(3, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("lead", [(), (3,), (2, 2)])
-def test_aligned_points_lie_where_they_were_turned_from(lead: tuple[int, ...]) -> None:
-    generator = torch.Generator().manual_seed(1)
-    y = torch.randn(*lead, 40, 3, generator=generator, dtype=torch.float64)
-    weights = torch.rand(*lead, 40, generator=generator, dtype=torch.float64)
-    weights[..., :5] = 0  # they do not pull
-    turn = sampling.rotation(torch.randn(*lead, 3, 3, generator=generator, dtype=torch.float64))
-    x = y @ turn.mT + torch.tensor([3.0, -2.0, 7.0], dtype=torch.float64)
-    x[..., 0, :] += 100
-    aligned = sampling._align(x, y, weights)
-    torch.testing.assert_close(aligned[..., 1:, :], y[..., 1:, :], rtol=0, atol=1e-11)
-    assert not torch.allclose(aligned[..., 0, :], y[..., 0, :])
-
-
-def test_alignment_takes_no_gradient_and_a_cpu_keeps_the_clients_own() -> None:
+def test_a_cpu_keeps_the_clients_own_alignment() -> None:
     calls: list[tuple[Any, ...]] = []
 
     def client_alignment(true_coords: Tensor, pred_coords: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
@@ -76,7 +21,6 @@ def test_alignment_takes_no_gradient_and_a_cpu_keeps_the_clients_own() -> None:
     x = torch.randn(2, 5, 3, requires_grad=True)
     assert sampling.aligned(client_alignment, Count())(x, x, torch.ones(2, 5), torch.ones(2, 5)) is x
     assert len(calls) == 1
-    assert not sampling._align(x, x * 2, torch.ones(2, 5)).requires_grad
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ others: training, a CPU, autocast, a call outside of a sampling loop.
 from __future__ import annotations
 
 import contextvars
+import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from evoattn.clients.site import TRANSFORMER, Count, Site
 from evoattn.core.keeping import fact, keeps, made_once
 from evoattn.nn import diffusion_steps
 from evoattn.nn.diffusion import DiffusionTransformer, ThreefoldConditionedTransition, ToKeys
+from evoattn.nn.submodules import has_hooks
 
 KIND = TRANSFORMER
 
@@ -121,15 +124,45 @@ def _run(
     if to_keys is not None:
         mask = to_keys(mask.unsqueeze(-1)).squeeze(-1)
 
-        def picked(x: Tensor) -> Tensor:
+        def pick(x: Tensor) -> Tensor:
             return to_keys(x.flatten(0, 1)).unflatten(0, (-1, samples))  # type: ignore[no-any-return]
 
+        picked = _kept(to_keys, pick, (a.shape[0] // samples, samples), a.shape[1])
     a, mask = (x.unflatten(0, (-1, samples)) for x in (a, mask))
     s = s.unflatten(0, (-1, samples if s.shape[0] == a.shape[:2].numel() else 1))
     pair_bias = [x.unsqueeze(1) for x in biases]
     attended = None if to_keys is None and _facts.get().every_token else mask
     result: Tensor = diffusion_steps.run(fused, a, s, pair_bias, attended, picked, None)
     return result.flatten(0, 1)
+
+
+def _kept(to_keys: ToKeys, pick: ToKeys, lead: tuple[int, int], positions: int) -> ToKeys:
+    """`pick`, by rows that are found once in a sampling if all that the client's `to_keys` refers to can be told."""
+    owners: list[Any] = []
+    numbers: list[Any] = [lead, positions]
+    tensors = [x for x in owners if isinstance(x, Tensor)] if _refers(to_keys, owners, numbers) else []
+    if not tensors:
+        return pick
+    find = functools.partial(diffusion_steps.rows_of_keys, pick, lead, positions, tensors[0].device)
+    return made_once(f"keys of windows {numbers}", owners, lambda: diffusion_steps.Keys(find()))
+
+
+def _refers(value: Any, owners: list[Any], numbers: list[Any]) -> bool:
+    """Append what a function refers to: tensors and code to `owners`, plain values to `numbers`. False: there is more."""
+    if value is None or type(value) in (bool, int, str):
+        numbers.append(value)
+        return True
+    if isinstance(value, functools.partial):
+        numbers.append(list(value.keywords))
+        return all(_refers(x, owners, numbers) for x in (value.func, *value.args, *value.keywords.values()))
+    if isinstance(value, Tensor):
+        owners.append(value)
+        return True
+    if not isinstance(value, types.FunctionType) or any(x is value.__code__ for x in owners):
+        return False
+    owners.append(value.__code__)
+    inner = [*(cell.cell_contents for cell in value.__closure__ or ()), *(value.__defaults__ or ())]
+    return not value.__kwdefaults__ and all(_refers(x, owners, numbers) for x in inner)
 
 
 def heads_first(bias: Tensor) -> Tensor:
@@ -160,8 +193,9 @@ def conditioned(original: Callable[..., Any], count: Count) -> Callable[..., Any
         if not known or torch.is_grad_enabled() or not may_have_kernels(self):
             return original(self, *args, **kwargs)
         kwargs["diffusion_conditioning"] = {name: arranged(name, x) for name, x in shared.items()}
-        one_condition = trunk.shape[0] == 1 and graphs.in_loop()
-        token = _facts.set(_Facts(one_condition, attends_to_all(feats["token_pad_mask"])))
+        shares = trunk.shape[0] == 1 and graphs.in_loop()
+        condition = (trunk, kwargs.get("s_inputs")) if shares else None
+        token = _facts.set(_Facts(condition, attends_to_all(feats["token_pad_mask"])))
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -174,12 +208,12 @@ class _Facts(NamedTuple):
     """Facts of a denoiser's call in a sampling.
 
     Args:
-        one_condition: whether all samples have one: they are of one structure, and the client's own loop gives them one noise
-            level.
+        condition: the single representations of the trunk and of the inputs, `[1, L, C]`, if all samples have one condition:
+            they are of one structure, and the client's own loop gives them one noise level.
         every_token: whether every token is attended: there is no padding.
     """
 
-    one_condition: bool = False
+    condition: tuple[Tensor, Any] | None = None
     every_token: bool = False
 
 
@@ -188,14 +222,31 @@ _facts: contextvars.ContextVar[_Facts] = contextvars.ContextVar("facts", default
 
 
 def shared_condition(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
-    """The condition `[1, L, C]` of samples that have the same. The client computes it, and all that it gives, for each."""
+    """The condition `[1, L, C]` of samples that have the same. The client computes it, and all that it gives, for each.
+
+    What it gets from the trunk is made once in a sampling.
+    """
 
     def forward(self: Any, times: Tensor, s_trunk: Tensor, s_inputs: Tensor) -> Any:
-        if _facts.get().one_condition:
-            times, s_trunk, s_inputs = times[:1], s_trunk[:1], s_inputs[:1]
-        return original(self, times, s_trunk, s_inputs)
+        owners = _facts.get().condition
+        if owners is None:
+            return original(self, times, s_trunk, s_inputs)
+        times, s_trunk, s_inputs = times[:1], s_trunk[:1], s_inputs[:1]
+        if not isinstance(owners[1], Tensor) or self.disable_times or any(map(has_hooks, self.modules())):
+            return original(self, times, s_trunk, s_inputs)
+        embed = functools.partial(_embedded, self, s_trunk, s_inputs)
+        s = made_once("single condition", (*owners, *self.norm_single.parameters(), *self.single_embed.parameters()), embed)
+        fourier = self.norm_fourier(self.fourier_embed(times))
+        s = self.fourier_to_single(fourier)[:, None] + s
+        for transition in self.transitions:
+            s = transition(s) + s
+        return s, fourier
 
     return forward
+
+
+def _embedded(condition: Any, s_trunk: Tensor, s_inputs: Tensor) -> Tensor:
+    return condition.single_embed(condition.norm_single(torch.cat((s_trunk, s_inputs), -1)))  # type: ignore[no-any-return]
 
 
 BOLTZ1, BOLTZ2 = (KnownLayer(_make_boltz, "", call, kind=KIND, in_sampling=True) for call in (_call_boltz1, _call_boltz2))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,12 +17,13 @@ from torch import Tensor
 
 from evoattn.clients import graphs
 from evoattn.clients.site import Count, PassedOn, replacement
+from evoattn.nn.alignment import align
 
-_SQUARINGS = 32
-"""Enough for two eigenvalues that differ by 1e-8 of the larger one: (1 - 1e-8)^(2^32) is 2e-19."""
+DRAWS = ("compute_random_augmentation", "random_rotations", "random_quaternions", "quaternion_to_matrix", "_copysign")
+"""Boltz' functions that draw a rotation and a translation. The loop draws the same numbers and calls the last two."""
 
-_BETWEEN = 4
-"""Squarings between two divisions by the trace: the 16th power of a matrix of trace 1 and size 4 is at least 4^-16."""
+_DRAWN = 16
+"""Steps whose random numbers are drawn at a time."""
 
 
 def schedule(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
@@ -63,10 +64,9 @@ def _sampled(
     levels = self.sample_schedule(steps)
     gammas = torch.where(levels > self.gamma_min, self.gamma_0, 0.0)
     x = levels[0].item() * _drawn((*atom_mask.shape, 3), self.device)
-    augmentation = _client("modules.diffusionv2").compute_random_augmentation
-    for numbers in _numbers(self, levels.tolist(), gammas.tolist(), x):
-        turn, move = augmentation(x.shape[0], device=x.device, dtype=x.dtype)
-        x = advanced(self, x, turn, move, _drawn(x.shape, x.device), numbers, atom_mask, chunks, conditions)
+    numbers = _numbers(self, levels.tolist(), gammas.tolist(), x)
+    for level, (turn, move, noise) in zip(numbers, _augmentations(steps, x), strict=True):
+        x = advanced(self, x, turn, move, noise, level, atom_mask, chunks, conditions)
     return {"sample_atom_coords": x, "diff_token_repr": None}
 
 
@@ -78,6 +78,24 @@ def _numbers(self: Any, levels: list[float], gammas: list[float], like: Tensor) 
         added = math.sqrt(self.noise_scale**2 * (level**2 - before**2))
         rows.append((level, added, self.step_scale * (after - level)))
     return torch.tensor(rows, dtype=like.dtype).to(like.device)
+
+
+def _augmentations(steps: int, x: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The rotation, translation and noise of each step for points like x, drawn in the order in which Boltz draws them.
+
+    The rotations of several steps are made of their quaternions at once: each takes fifty small launches.
+    """
+    utils, count = _client("modules.utils"), x.shape[0]
+    options: dict[str, Any] = {"dtype": x.dtype, "device": x.device}
+    for first in range(0, steps, _DRAWN):
+        drawn = [
+            (torch.randn((count, 4), **options), torch.randn((count, 1, 3), **options), _drawn(x.shape, x.device))
+            for _ in range(min(_DRAWN, steps - first))
+        ]
+        quaternions = torch.cat([quaternion for quaternion, _, _ in drawn])
+        size = utils._copysign(quaternions.square().sum(1).sqrt(), quaternions[:, 0])
+        turns = utils.quaternion_to_matrix(quaternions / size[:, None]).split(count)
+        yield from ((turn, move, noise) for turn, (_, move, noise) in zip(turns, drawn, strict=True))
 
 
 def _advanced(
@@ -132,59 +150,4 @@ def aligned(true_coords: Tensor, pred_coords: Tensor, weights: Tensor, mask: Ten
     """A `weighted_rigid_align` that does not wait for the GPU. On a CPU the original computes."""
     if not true_coords.is_cuda:
         return PassedOn()
-    return _align(true_coords, pred_coords, mask * weights)
-
-
-@torch.no_grad()
-def _align(x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
-    """Points x turned and moved onto y, so that the weighted sum of squared distances is least. x, y `[*, N, 3]`."""
-    weights = weights.unsqueeze(-1)
-    total = weights.sum(-2, keepdim=True)
-    x_centre, y_centre = ((each * weights).sum(-2, keepdim=True) / total for each in (x, y))
-    x = x - x_centre
-    covariance = torch.einsum("...ni,...nj->...ij", weights * (y - y_centre), x)
-    turn = rotation(covariance).to(x.dtype)
-    return torch.einsum("...ij,...nj->...ni", turn, x) + y_centre
-
-
-def rotation(covariance: Tensor) -> Tensor:
-    """The rotation R that maximises tr(R^T C) of a covariance C, without a decomposition that the host waits for.
-
-    R is quadratic in a unit quaternion q, so that the trace is q^T A q, with a symmetric A that is linear in C. The best q is
-    the eigenvector of A's largest eigenvalue. Powers of A, shifted so that no eigenvalue is below 0, converge to q q^T.
-
-    Args:
-        covariance: `[*, 3, 3]`, any real dtype.
-
-    Returns:
-        `[*, 3, 3]`, float64. Of several rotations that are equally good, as for points on a line, it is one.
-
-    Source: B. K. P. Horn, Closed-form solution of absolute orientation using unit quaternions, JOSA A 4, 1987.
-    """
-    quadratic = _quadratic(covariance.device)
-    a = torch.einsum("...ij,ijab->...ab", covariance.double(), quadratic)
-    size = torch.linalg.vector_norm(a, dim=(-2, -1), keepdim=True)
-    unit = torch.eye(4, dtype=torch.float64, device=a.device)
-    tiny = torch.finfo(torch.float64).tiny  # a covariance of 0 gets the unit
-    a = a + size * unit + tiny * unit[0] * unit
-    for turn in range(_SQUARINGS):
-        if turn % _BETWEEN == 0:
-            a = a / a.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-        a = a @ a
-    longest = a.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None]
-    q = a.take_along_dim(longest, dim=-2).squeeze(-2)
-    q = q / torch.linalg.vector_norm(q, dim=-1, keepdim=True)
-    return torch.einsum("...a,...b,ijab->...ij", q, q, quadratic)
-
-
-@functools.cache
-def _quadratic(device: torch.device) -> Tensor:
-    """The coefficients `[3, 3, 4, 4]` of a rotation as a quadratic form of its quaternion (w, x, y, z)."""
-    form = torch.zeros(3, 3, 4, 4, dtype=torch.float64)
-    for i in range(3):
-        j, k = (i + 1) % 3, (i + 2) % 3
-        form[i, i] = torch.diag(form.new_tensor([1.0, *(1.0 if axis == i else -1.0 for axis in range(3))]))
-        for row, column, sign in ((i, j, -1.0), (j, i, 1.0)):  # R_ij = 2 (q_i q_j - w q_k), R_ji = 2 (q_i q_j + w q_k)
-            form[row, column, 1 + i, 1 + j] = form[row, column, 1 + j, 1 + i] = 1.0
-            form[row, column, 0, 1 + k] = form[row, column, 1 + k, 0] = sign
-    return form.to(device)
+    return align(true_coords, pred_coords, mask * weights)

@@ -246,7 +246,7 @@ def run(
     s_norm = steps.split(s, kind="norm", eps=blocks[0].attention_pair_bias.layer_norm_a.layer_norm_s.eps, low=low)
     s_whole = steps.split(s, low=low)
     y = rows.new_empty((count + 1, weights[0].qkvg.hi.shape[0]), dtype=dtype)  # the first row is what `to_keys` picks outside
-    picked = _rows_of_keys(to_keys, lead, positions, a.device)
+    picked = None if to_keys is None else rows_of_keys(to_keys, lead, positions, a.device)
     if picked is not None:
         y[0] = 0
     factors = None if transition_mask is None else transition_mask.expand(a.shape[:-1]).reshape(-1).float().contiguous()
@@ -313,12 +313,10 @@ def _shared(s: Tensor, lead: Sequence[int], positions: int) -> tuple[Tensor, int
     return s.expand(*wanted, positions, -1).reshape(-1, s.shape[-1]).contiguous(), samples
 
 
-def _rows_of_keys(
-    to_keys: Callable[[Tensor], Tensor] | None, lead: Sequence[int], positions: int, device: torch.device
-) -> Tensor | None:
+def rows_of_keys(to_keys: Callable[[Tensor], Tensor], lead: Sequence[int], positions: int, device: torch.device) -> Tensor:
     """The row of each key, counted from 1. 0: there is none."""
-    if to_keys is None or isinstance(to_keys, Keys):
-        return None if to_keys is None else to_keys.rows
+    if isinstance(to_keys, Keys):
+        return to_keys.rows
     shape = (*lead, positions)
     numbers = torch.arange(1, 1 + torch.Size(shape).numel(), device=device).view(shape)
     digits = to_keys(torch.stack((numbers % _DIGIT, numbers // _DIGIT % _DIGIT, numbers // _DIGIT**2), -1).float())

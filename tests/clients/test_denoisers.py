@@ -287,9 +287,9 @@ def test_refusals_have_reasons(client: str, on_a_cpu: None, monkeypatch: pytest.
 class Scouting(Again):
     """A recorder that first looks for what a CUDA graph cannot repeat."""
 
-    def record(self, run: Any, device: torch.device, *, draws: bool = False, once: bool = False, anew: bool = False) -> Any:
+    def record(self, run: Any, device: torch.device, *, draws: bool = False, once: bool = False, **options: bool) -> Any:
         scout(run, device, draws)
-        return super().record(run, device, draws=draws, once=once, anew=anew)
+        return super().record(run, device, draws=draws, once=once, **options)
 
 
 def sampler_of(client: str) -> tuple[Any, Callable[..., Callable[[], Any]]]:

@@ -182,7 +182,7 @@ def test_small_recordings_are_kept_after_the_loop(
 ) -> None:
     """What comes after a diffusion needs the memory of the large ones. What is known of the calls stays."""
     if not kept:
-        monkeypatch.setattr(call_kinds, "_MOST_COPIED", 0)
+        monkeypatch.setattr(call_kinds, "MOST_COPIED", 0)
 
     def sample(_: object) -> None:
         watched.agrees(10)
@@ -276,7 +276,7 @@ def test_what_is_made_of_an_argument_that_moves_is_noticed(watched: Watched) -> 
 def test_a_loop_keeps_no_module() -> None:
     watched, gone = Watched(), []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(call_kinds, "_MOST_COPIED", 0)
+        monkeypatch.setattr(call_kinds, "MOST_COPIED", 0)
         graphs.loop(lambda _: watched.agrees(8), Count())(object())
     gone.append(weakref.ref(watched.module))
     watched.module = None  # type: ignore[assignment]

@@ -52,7 +52,7 @@ class Traced:
         torch.set_rng_state(state)
 
     def record(
-        self, run: Callable[[], Any], device: torch.device, *, draws: bool = False, once: bool = False, anew: bool = False
+        self, run: Callable[[], Any], device: torch.device, *, draws: bool = False, once: bool = False, **_: bool
     ) -> Recording:
         recording = self._recording(run, device, draws, once)
         self.recorded += 1

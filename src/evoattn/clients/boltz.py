@@ -263,14 +263,15 @@ def _client(
     *,
     transformers: Mapping[str, KnownLayer],
     encoders: str,
+    msas: tuple[str, ...],
     split: Mapping[str, SplitBlock] | None = None,
 ) -> Client:
     """Boltz or BoltzGen.
 
     `multiplied` is the module of the triangle multiplication. `pairs` has replacements of `AttentionPairBias.forward` by
     module, `diffusions` modules of the diffusion, of which the last passes pair biases to its denoiser, `transformers` those of
-    its transformers, and `encoders` the one of the condition. The others have what only one of both has: sites of `layers`,
-    layers, and blocks that can be split over processes.
+    its transformers, `encoders` the one of the condition, and `msas` those of the MSA module. The others have what only one of
+    both has: sites of `layers`, layers, and blocks that can be split over processes.
     """
     there = f"{package}.model.layers"
     transformers = {f"{package}.model.modules.{name}": x for name, x in transformers.items()}
@@ -299,7 +300,11 @@ def _client(
         steps=(
             *named(graphs.step, *(f"{module}:DiffusionModule" for module in diffusions)),
             *_uncounted(graphs.loop, *(f"{module}:AtomDiffusion.sample" for module in diffusions)),
-            *graphs.blocks(f"{there}.pairformer:PairformerLayer", f"{there}.pairformer:PairformerNoSeqLayer"),
+            *graphs.blocks(
+                *(f"{there}.pairformer:{name}" for name in ("PairformerLayer", "PairformerNoSeqLayer")),
+                *(f"{package}.model.modules.{name}:MSALayer" for name in msas),
+            ),
+            *graphs.stacks(*(f"{there}.pairformer:{name}" for name in ("PairformerModule", "PairformerNoSeqModule"))),
         ),
         known={**shared, **(known or {}), **{f"{name}.DiffusionTransformer": x for name, x in transformers.items()}},
         split=split or {},
@@ -331,10 +336,12 @@ CLIENTS = {
                 f"{_MODULES}.diffusionv2:AtomDiffusion.sample_schedule",
             ),
             *_uncounted(sampling.sampled, f"{_MODULES}.diffusionv2:AtomDiffusion.sample"),
+            *(Site(f"{_MODULES}.utils", name, counted=False) for name in sampling.DRAWS),
         ),
         {f"boltz.model.layers.{name}.AttentionPairBias": _PAIR_BIAS for name in ("attention", "attentionv2")},
         transformers={"transformers": diffusion.BOLTZ1, "transformersv2": diffusion.BOLTZ2},
         encoders="encodersv2",
+        msas=("trunk", "trunkv2"),
         split={
             "boltz.model.layers.pairformer.PairformerLayer": SplitBlock(_call_pairs, "", "mask", "attention", _split_single),
             "boltz.model.layers.pairformer.PairformerNoSeqLayer": SplitBlock(_call_pairs),
@@ -347,5 +354,6 @@ CLIENTS = {
         ("diffusion",),
         transformers={"transformers": diffusion.BOLTZ2},
         encoders="encoders",
+        msas=("trunk",),
     ),
 }

@@ -119,6 +119,11 @@ def residues(arguments: Iterable[Any], axes: int = 4) -> int | None:
     return next((x.shape[-2] for x in pairs), None)
 
 
+def offloads(*_: Any, _offload_inference: bool = False, **__: Any) -> str:
+    """The reason not to record a block of OpenFold 2 or OpenFold-3, or ""."""
+    return "MSA and pairs take turns on the GPU" if _offload_inference else ""
+
+
 def is_float32_on_gpu(arguments: Iterable[Any]) -> bool:
     """Return whether the first floating-point tensor lies on a GPU, has more than 16 bits, and is not cast to fewer."""
     first = next((x for x in arguments if isinstance(x, Tensor) and x.is_floating_point()), None)

@@ -10,7 +10,7 @@ from torch import Tensor
 from evoattn.clients import graphs
 from evoattn.clients.arguments import forwards, ignore
 from evoattn.clients.blocks import KnownBlock, call_openfold_block
-from evoattn.clients.calls import additive, low_memory, projected, queries_first
+from evoattn.clients.calls import additive, low_memory, offloads, projected, queries_first
 from evoattn.clients.known import KnownLayer, layers_of_openfold, transition
 from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, PassedOn, Site, replacement
@@ -56,10 +56,6 @@ def flash(q: Tensor, k: Tensor, v: Tensor, kv_mask: Tensor) -> Tensor:
     return attention(q, k, v, [off], empty_rows="native").transpose(-2, -3)
 
 
-def _offloads(*_: Any, _offload_inference: bool = False, **__: Any) -> str:
-    return "MSA and pairs take turns on the GPU" if _offload_inference else ""
-
-
 def _templates(layer: Any, t: Tensor, z: Tensor, template_mask: Tensor | None = None, **switches: Any) -> Tensor:
     ignore(switches)
     return layer(t, z, template_mask)  # type: ignore[no-any-return]
@@ -97,7 +93,7 @@ CLIENTS = {
         steps=graphs.blocks(
             "openfold.model.evoformer:EvoformerBlock",
             "openfold.model.evoformer:ExtraMSABlock",
-            skip=_offloads,
+            skip=offloads,
             instead={"inplace_safe": False},  # in inference blocks write into their input; recorded ones do not
         ),
         known=_KNOWN,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from evoattn.clients import af3_transformers, aggregation, denoisers, graphs
 from evoattn.clients.arguments import Layer, forwards
 from evoattn.clients.blocks import KnownBlock, SplitBlock, call_openfold_block
-from evoattn.clients.calls import HOST_BOUND, host_sets_pace, low_memory, queries_first
+from evoattn.clients.calls import HOST_BOUND, host_sets_pace, low_memory, offloads, queries_first
 from evoattn.clients.known import KnownLayer, layers_of_openfold, renamed, share, transition, triangle
 from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, PassedOn, Site, named, replacement
@@ -157,7 +157,13 @@ CLIENTS = {
             ),
             Site(_DIFFUSION, "DiffusionModule.forward", graphs.step),
             Site(_DIFFUSION, "SampleDiffusion.forward", rollout, counted=False),
-            *graphs.blocks("openfold3.core.model.latent.pairformer:PairFormerBlock", instead={"inplace_safe": False}),
+            *graphs.blocks(f"{_LATENT}.pairformer:PairFormerBlock", instead={"inplace_safe": False}),
+            *graphs.blocks(f"{_LATENT}.msa_module:MSAModuleBlock", skip=offloads, instead={"inplace_safe": False}),
+            *graphs.stacks(
+                f"{_LATENT}.pairformer:PairFormerStack",
+                f"{_LATENT}.template_module:TemplatePairStack",
+                instead={"inplace_safe": False},
+            ),
         ),
         known={**_KNOWN, f"{_LAYERS}.diffusion_transformer.DiffusionTransformer": af3_transformers.OPENFOLD3},
         split={

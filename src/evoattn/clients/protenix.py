@@ -155,7 +155,8 @@ def _client(
     call our triangle attention and block.
     """
     layers, primitives = f"{package}.model.triangular.layers", f"{package}.model.modules.primitives"
-    triangles, block = f"{package}.model.triangular.triangular", f"{package}.model.modules.pairformer:PairformerBlock"
+    triangles, pairformer = f"{package}.model.triangular.triangular", f"{package}.model.modules.pairformer"
+    block = f"{pairformer}:PairformerBlock"
     transformer = f"{package}.model.modules.transformer"
     layers_known = {
         f"{triangles}.TriangleAttention": triangle(call=call_triangle),
@@ -188,6 +189,8 @@ def _client(
             Site(f"{package}.model.{package}", f"{model}.sample_diffusion", graphs.loop, counted=False),
             # In inference blocks write into their input; recorded ones do not.
             *graphs.blocks(block, method=f".{method}", instead={"inplace_safe": False}),
+            *graphs.blocks(f"{pairformer}:MSABlock", instead={"inplace_safe": False}),
+            *graphs.stacks(f"{pairformer}:PairformerStack", instead={"inplace_safe": False}),
         ),
         known={**layers_known, **block_known, f"{transformer}.DiffusionTransformer": af3_transformers.PROTENIX},
         linears=(f"{layers}.OpenfoldLinear", f"{primitives}.Linear"),

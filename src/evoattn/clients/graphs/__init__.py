@@ -10,8 +10,10 @@
 | from 4 on | a replay | |
 
 Blocks of a trunk share a recording: it is made of a copy of one of them, into which a replay writes the weights of the block
-that is called. `steps` has the calls of one function, and `call_kinds` the recording of each kind of call; `recorder` records.
-`trees` tells calls apart by their arguments and `modules` by their modules.
+that is called. A stack of blocks is recorded as a whole too, which pays where the host sets the pace.
+
+`steps` has the calls of one function, and `call_kinds` the recording of each kind of call; `recorder` records. `trees` tells
+calls apart by their arguments and `modules` by their modules.
 """
 
 from __future__ import annotations
@@ -32,15 +34,23 @@ from evoattn.clients.graphs.steps import ELSEWHERE, FIRST, Run, Steps, current
 from evoattn.clients.site import Count, Site, named
 from evoattn.core import keeping
 
-__all__ = ["ELSEWHERE", "FIRST", "Steps", "blocks", "in_loop", "loop", "release", "step", "whole"]
+__all__ = ["ELSEWHERE", "FIRST", "Steps", "blocks", "in_loop", "loop", "release", "stacks", "step", "whole"]
 
 _MOST = 512
-"""Residues up to which blocks are recorded: the GPU sets the pace of more. A guess."""
+"""Residues up to which blocks and stacks are recorded: the GPU sets the pace of more. A guess."""
 
 
 def blocks(*names: str, method: str = ".forward", **options: Any) -> tuple[Site, ...]:
     """The blocks "module:Class", whose `method` is recorded once for all of one structure; options as for `step`."""
     return named(functools.partial(step, shared=True, most=_MOST, **options), *names, method=method)
+
+
+def stacks(*names: str, **options: Any) -> tuple[Site, ...]:
+    """The stacks of blocks "module:Class", which are recorded as a whole; options as for `step`.
+
+    Their first calls replay the recordings of blocks. A stack that is not faster as a whole goes on with these.
+    """
+    return named(functools.partial(step, copies=True, most=_MOST, **options), *names)
 
 
 def step(
@@ -49,6 +59,7 @@ def step(
     recorder: Recorder | None = None,
     *,
     shared: bool = False,
+    copies: bool = False,
     most: int | None = None,
     skip: Callable[..., str] = lambda *_, **__: "",
     instead: Mapping[str, Any] | None = None,
@@ -58,13 +69,15 @@ def step(
     Args:
         recorder: by default of CUDA graphs.
         shared: whether modules that differ only in their weights share a recording.
+        copies: whether a recording reads copies of all arguments. So it stands for calls of other tensors too, in a run of a
+            `loop` and in none. One that is shared does.
         most: on a GPU a pair representation of more residues is not recorded: the GPU sets the pace there, and a recording
             would only take memory.
         skip: takes the arguments of a call and returns the reason not to record it, or "".
         instead: values of keyword arguments in place of those that a call passes, if it may be recorded: a block that writes
             into its input cannot be.
     """
-    steps = Steps(original, count, recorder or Recorder(), shared, instead)
+    steps = Steps(original, count, recorder or Recorder(), shared, instead, copies=copies)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -25,8 +25,8 @@ _WORTH = 8
 _FREE = 3
 """Recordings that need not have paid: the second and the third may copy more than the first."""
 
-_MOST_COPIED = 512 << 20
-"""Bytes of arguments that all calls in a loop share, up to which a recording has copies of them and is kept for other loops."""
+MOST_COPIED = 512 << 20
+"""Bytes of arguments up to which a recording has copies of all, and stands for calls of other tensors and in other loops."""
 
 _UNLIKE = 3
 """So many calls in a row that share fewer tensors than others before them are recorded none the less, with more copies."""
@@ -67,16 +67,21 @@ class CallKind:
     A recording that is made in the run of a loop, and that is small, has room for all. It is kept for other runs: each copies
     what its steps share once, and has the recording begin again.
 
+    Args:
+        spec: of the arguments.
+        copies: whether a recording has room for all tensors, whatever is the same in two calls.
+
     Attributes:
         obstacle: why such calls are never recorded, or "".
         used: when the recording was last used, by a count of calls.
         checked: whether the recording did what a call did.
     """
 
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
+    def __init__(self, spec: Spec, copies: bool = False) -> None:
+        self.spec, self._copies = spec, copies
         self.obstacle = ""
         self.used = 0
+        self._came = False  # whether a call ran as it was
         self._last: list[_Place] = []
         self._unlike = self._shared = 0
         self._still: set[int] = set()
@@ -127,6 +132,9 @@ class CallKind:
 
     def is_ready(self, tensors: list[Tensor], loop: object | None) -> bool:
         """Note the tensors of a call that ran as it was, in a run of a loop or in none. Return whether to record it now."""
+        if self._copies:
+            came, self._came = self._came, True
+            return came
         same = {i for i, (x, y) in enumerate(zip(self._last, tensors, strict=False)) if x.holds(y)}
         # If another tensor came while the recorded one is in use, two computations take turns. Runs may differ.
         for i, x in enumerate(self._places if self._loop in (None, loop) else ()):
@@ -228,7 +236,9 @@ class CallKind:
         _copy(rooms, tensors)
         facts = [(i, x.read, x.value) for i in sorted(self._still) if kept for x in keeping.facts_of(tensors[i], read[i])]
         try:
-            recording = recorder.record(again, tensors[0].device, draws=shared, once=loop is not None, anew=kept)
+            options = {"draws": self._copies, "once": loop is not None, "anew": kept}
+            # A stack is a list of blocks, and these were looked through: once more for all of them takes as long as ten calls.
+            recording = recorder.record(again, tensors[0].device, **options, scouts=shared or not self._copies)
         except NotCaptured:
             if not kept:
                 raise
@@ -246,7 +256,7 @@ class CallKind:
     @staticmethod
     def _fits(still: list[Tensor], only_reads: bool) -> bool:
         """Return whether a recording may have copies of what all calls of a loop share."""
-        small = sum(narrow_expanded(x).nbytes for x in still) <= _MOST_COPIED
+        small = sum(narrow_expanded(x).nbytes for x in still) <= MOST_COPIED
         return small and (only_reads or not any(x.is_inference() for x in still))
 
     def replay(self, tensors: list[Tensor], seen: Seen, loop: object | None, begins: bool = False) -> Any:

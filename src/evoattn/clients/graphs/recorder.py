@@ -103,14 +103,21 @@ class Recorder:
         torch.cuda.set_rng_state(state, device)
 
     def record(
-        self, run: Callable[[], Any], device: torch.device, *, draws: bool = False, once: bool = False, anew: bool = False
+        self,
+        run: Callable[[], Any],
+        device: torch.device,
+        *,
+        draws: bool = False,
+        once: bool = False,
+        anew: bool = False,
+        scouts: bool = True,
     ) -> Recording:
         """Record a function, on a stream of the recorder's, or raise NotCaptured if that is known to be impossible.
 
         If it `draws`, each replay draws new random numbers. once: whether the recording makes only at its beginning what a
         sampling keeps, and autocast's casts of weights. Weights must not change until it begins again: a write through `.data`
         changes neither address nor version, so nobody would notice. anew: whether it makes all of that, and reads nothing that
-        the running sampling has.
+        the running sampling has. scouts: whether the function is run once more to see that it can be recorded.
         """
         current = torch.cuda.current_stream(device)
         side = self._streams.get(device)
@@ -120,7 +127,8 @@ class Recorder:
         before = self.random_state(device)
         try:
             with torch.cuda.stream(side):
-                scout(run, device, draws)
+                if scouts:
+                    scout(run, device, draws)
                 with self._capture_lock:
                     return self._record(run, side, once, anew)
         finally:

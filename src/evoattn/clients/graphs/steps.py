@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evoattn.clients.graphs.call_kinds import Call, CallKind
+from evoattn.clients.graphs.call_kinds import MOST_COPIED, Call, CallKind
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import Recorder
 from evoattn.clients.graphs.trees import NotCaptured, Spec, flat, same_bits
 from evoattn.clients.site import Count, is_taped, repeated
 from evoattn.core import guards, keeping
+from evoattn.dispatch.axes import narrow_expanded
 
 FIRST = "among the first calls of their kind"
 """The reason for calls that were not replayed, but may be the next time."""
@@ -107,10 +108,11 @@ class Steps:
         shared: bool = False,
         instead: Mapping[str, Any] | None = None,
         whole: bool = False,
+        copies: bool = False,
     ) -> None:
         self._original, self._count, self._recorder, self._shared = original, count, recorder, shared
         self._repeated, self._is_whole = _within_a_whole if whole else repeated, whole
-        self._instead = instead or {}
+        self._instead, self._copies = instead or {}, copies or shared
         self._lock = threading.RLock()
         self._clock = itertools.count(1)
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
@@ -137,14 +139,14 @@ class Steps:
                 kind.end_loop()
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _inside.get():  # a recording counts it as replayed
+        if _inside.get() or is_taped():  # a recording counts it as replayed
             self._count.count_replaced() if is_taped() else self._count.count_passed_on(FIRST)
             return self._original(module, *args, **kwargs)
         why = self._obstacle(module)
         if why:
             self._count.count_passed_on(why)
             return self._original(module, *args, **kwargs)
-        run = current.get()
+        run = None if self._copies else current.get()
         if run is not None:
             run.called[id(self), id(module)] = self, module
         recorded = kwargs | {name: value for name, value in self._instead.items() if name in kwargs}
@@ -203,7 +205,9 @@ class Steps:
         key, kinds = (self._recorder.state(seen.device), spec), known.kinds
         kind = kinds.get(key)
         if kind is None:
-            kind = kinds[key] = CallKind(spec)
+            kind = kinds[key] = CallKind(spec, self._copies)
+            if self._copies and sum(narrow_expanded(x).nbytes for x in tensors) > MOST_COPIED:
+                kind.obstacle = "many arguments, which keep a GPU busy"
             if len(kinds) > _LOOKED_AT:
                 kinds.popitem(last=False)
         kinds.move_to_end(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import sys
 import types
 from collections.abc import Callable
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import evoattn.nn as evoattn_nn
+from evoattn.clients import arguments
 from evoattn.clients.layers import layer as patched_layer
 from evoattn.clients.site import Count
+from evoattn.core import own_code
 from tests.clients.standins import CHANNELS, assert_equal_gradients, filled, installed, normal, register
 
 CALLS: list[str] = []
@@ -31,6 +34,7 @@ def activation_checkpointing(function: Callable[..., Any]) -> Callable[..., Any]
         CALLS.append("theirs")
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
+    wrapper.__module__ = "foundry.training.checkpoint"
     return wrapper
 
 
@@ -124,6 +128,31 @@ def test_replaced_layers_of_rf3_keep_answers_and_gradients(name: str, switch: bo
     CALLS.clear()
     replaced(normal(2, 7, 7, CHANNELS))
     assert not CALLS
+
+
+@pytest.mark.parametrize("decorated", [True, False])
+def test_a_decorated_forward_is_the_clients_own(decorated: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decorator lies in another package than the client, and does not say what it wraps. Another one is a program's."""
+    name = "activation_checkpointing" if decorated else "traced"
+    decorator = f"def {name}(function):\n    def wrapper(*x):\n        return function(*x)\n    return wrapper\n"
+    client = f"from foundry.training.checkpoint import {name}\n\n\n@{name}\ndef forward(self, x):\n    return x\n"
+    files = {"foundry.training.checkpoint": decorator, "clientish.layers": client}
+    for module, source in files.items():
+        file = (tmp_path / module.replace(".", "/")).with_suffix(".py")
+        file.parent.mkdir(parents=True)
+        file.write_text(source)
+        for folder in file.parents[: module.count(".")]:
+            (folder / "__init__.py").touch()
+    packages = ("foundry", "foundry.training", "foundry.training.checkpoint", "clientish", "clientish.layers")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module in packages:
+        monkeypatch.setitem(sys.modules, module, sys)  # so that it is as before afterwards
+        del sys.modules[module]
+    forward = importlib.import_module("clientish.layers").forward
+    assert own_code.is_from(forward, "clientish.layers") is decorated
+    assert (arguments.positions(forward) == ("x",)) is decorated
+    of_others = getattr(sys.modules["foundry.training.checkpoint"], name)(filled)
+    assert not own_code.is_from(of_others, "clientish.layers")
 
 
 REAL: dict[str, tuple[str, Callable[[Any], Any]]] = {

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from evoattn.core.own_code import unwrapped
 from evoattn.dispatch.axes import with_axes
 
 _IGNORED = (
@@ -48,8 +49,7 @@ def ignore(switches: dict[str, Any]) -> None:
 def positions(forward: Callable[..., Any]) -> tuple[str, ...]:
     """The names of the arguments after `self` that a method takes by position."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if getattr(forward, "__qualname__", "").startswith("activation_checkpointing."):  # RosettaFold-3's decorator
-        forward = inspect.getclosurevars(forward).nonlocals["function"]
+    forward = unwrapped(forward)
     return tuple(name for name, x in inspect.signature(forward).parameters.items() if x.kind in kinds)[1:]
 
 

@@ -26,6 +26,9 @@ _COMPILERS = f"{_TORCHS}_dynamo{os.sep}"
 
 _FUNCTIONS = (types.FunctionType, functools._lru_cache_wrapper)
 
+_DECORATORS = {"foundry.training.checkpoint": "activation_checkpointing"}
+"""Decorators whose functions do not say what they wrap, by their modules. It is in a variable called `function`."""
+
 CALLS = ("forward", "__call__", "_call_impl")
 """Methods that run when a module is called, by whatever class they are defined."""
 
@@ -34,22 +37,43 @@ def is_from(function: Any, module: str) -> bool:
     """Return whether the package of a module defines a function, and every function that this one wraps.
 
     A function of evoattn counts too: `evoattn.patch` puts it there, and has looked at what it wraps. So does a decorator such
-    as `torch.compiler.disable` or `functools.lru_cache`, if it wraps one that counts. Proxies and other callable objects do
-    not count.
+    as `torch.compiler.disable`, `functools.lru_cache` or foundry's, if it wraps one that counts. Proxies and other callable
+    objects do not count.
     """
     if isinstance(function, functools.partial):
         return is_ours(function.func)
     function = getattr(function, "__func__", getattr(function, "fget", function))  # of a static method, of a property
     places = (*_places(module), _OURS)
     while type(function) in _FUNCTIONS:
-        inner = vars(function).get("__wrapped__")
+        inner = _wrapped(function)
         code = getattr(function, "__code__", None)  # a cache has none
-        if code and not code.co_filename.startswith(places) and not (inner and code.co_filename.startswith(_COMPILERS)):
+        around = (_COMPILERS, *_places(function.__module__)) if _decorator(function) else _COMPILERS
+        if code and not code.co_filename.startswith(places) and not (inner and code.co_filename.startswith(around)):
             return False
         if inner is None:
             return True
         function = inner
     return False
+
+
+def _decorator(function: Any) -> str:
+    """The name of the decorator in `_DECORATORS` that made a function, or ""."""
+    name = _DECORATORS.get(getattr(function, "__module__", None) or "", "")
+    return name if name and getattr(function, "__qualname__", "").startswith(f"{name}.<locals>.") else ""
+
+
+def _wrapped(function: Any) -> Any:
+    """The function that a function says it wraps, or that a decorator in `_DECORATORS` has given it. None: there is none."""
+    if _decorator(function):
+        return inspect.getclosurevars(function).nonlocals.get("function")
+    return vars(function).get("__wrapped__")
+
+
+def unwrapped(function: Any) -> Any:
+    """The innermost function that a function wraps."""
+    while type(function) in _FUNCTIONS and (inner := _wrapped(function)) is not None:
+        function = inner
+    return function
 
 
 def is_ours(function: Any) -> bool:
@@ -86,7 +110,7 @@ def called(kind: type) -> Iterator[tuple[dict[str, Any], str, Any]]:
     waiting = [getattr(value, "__func__", getattr(value, "fget", value)) for _, _, value in methods(kind)]
     while waiting:
         function = waiting.pop()
-        function = inspect.unwrap(function) if type(function) in _FUNCTIONS else None
+        function = unwrapped(function) if type(function) in _FUNCTIONS else None
         if function is None or is_ours(function):
             continue
         names = function.__globals__
@@ -119,7 +143,7 @@ def replaced_function(kind: type) -> str:
 def _is_at_home(function: Any, owner: type, name: str) -> bool:
     """Return whether a method is the one of its own class, and not another one of the package. A decorator may hide it."""
     function = getattr(function, "__func__", getattr(function, "fget", function))
-    function = function if is_ours(function) else inspect.unwrap(function)
+    function = function if is_ours(function) else unwrapped(function)
     where = function.__qualname__
     return is_ours(function) or "<locals>" in where or where == f"{owner.__qualname__}.{name}"
 

@@ -85,8 +85,9 @@ def attention(
     mha: Attention, x: Tensor, keys: Tensor, no_heads: int, mask: Tensor | None, pair: Tensor | float, weights: MaskedSoftmax
 ) -> Tensor:
     """x `[*, Q, C]`, keys `[*, K, C]`, mask `[*, K]`, pair what broadcasts to `[*, H, Q, K]`."""
-    products = ((mha.linear_q, x), (mha.linear_k, keys), (mha.linear_v, keys))
-    q, k, v = (linear(y).unflatten(-1, (no_heads, -1)).transpose(-2, -3) for linear, y in products)
+    q, k, v = mha.linear_q(x), mha.linear_k(keys), mha.linear_v(keys)
+    q, k = q if mha.layer_norm_q is None else mha.layer_norm_q(q), k if mha.layer_norm_k is None else mha.layer_norm_k(k)
+    q, k, v = (y.unflatten(-1, (no_heads, -1)).transpose(-2, -3) for y in (q, k, v))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + pair
     o = (weights(scores, mask).to(v.dtype) @ v).transpose(-2, -3).flatten(-2)
     return mha.linear_o(o if mha.linear_g is None else o * mha.linear_g(x).sigmoid())  # type: ignore[no-any-return]
@@ -228,6 +229,9 @@ def diffusion_transformer(
 ) -> Tensor:
     z = z if layer.layer_norm_z is None else layer.layer_norm_z(z)
     for block in layer.blocks:
-        a = pair_biased(block.attention_pair_bias, a, z, s, mask=mask, weights=weights)
-        a = conditioned_transition(block.conditioned_transition, a, s, mask=None, weights=weights)
+        updated = pair_biased(block.attention_pair_bias, a, z, s, mask=mask, weights=weights)
+        update = conditioned_transition(
+            block.conditioned_transition, a if block.parallel else updated, s, mask=None, weights=weights
+        )
+        a = updated + update if block.parallel else update
     return a

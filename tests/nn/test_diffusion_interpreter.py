@@ -33,8 +33,10 @@ else:
 
     SIZES = (16, 12, 8, 2, 2)  # channels of a, s and z, heads, blocks
 
-    def compare(layer: Any, a: Tensor, s: Tensor, z: Tensor, mask: Tensor, to_keys: Any, rows: Tensor | None) -> None:
-        bias = layer.pair_bias(z)
+    def compare(
+        layer: Any, a: Tensor, s: Tensor, z: Tensor, mask: Tensor, to_keys: Any, rows: Tensor | None, bias: Any = None
+    ) -> None:
+        bias = layer.pair_bias(z) if bias is None else bias
         plain = layer(a, s, mask=mask, pair_bias=bias, to_keys=to_keys, transition_mask=rows)
         fused = diffusion_steps.run(diffusion_steps.Prepared(layer.blocks), a, s, bias, mask, to_keys, rows)
         double = [x.double() for x in (a, s, mask, bias)]
@@ -115,6 +117,16 @@ else:
             return torch.stack([rows[8 * i : 8 * i + 16] for i in range(3)])[:, None]
 
         compare(transformer(*SIZES, threefold=threefold), a, s, z, mask, to_keys, None)
+
+    @pytest.mark.parametrize("windows", [False, True])
+    def test_rosettafold_3_has_parallel_blocks_and_norms_of_heads(windows: bool) -> None:
+        rng, layer = torch.Generator().manual_seed(7), transformer(*SIZES, threefold=False, rf3=True)
+        count, keys = (3, 16) if windows else (1, 8)
+        shapes = ((count, 2, 8, 16), (count, 1, 8, 12), (count, 1, 8, keys, 8))
+        a, s, z = (torch.randn(shape, generator=rng) for shape in shapes)
+        picked = torch.randint(0, 1 + count * 2 * 8, (count * 2 * keys,), generator=rng)
+        bias, to_keys = torch.stack([x.attention_pair_bias.pair_bias(z) for x in layer.blocks]), diffusion_steps.Keys(picked)
+        compare(layer, a, s, z, torch.ones(count, 1, keys), to_keys if windows else None, None, bias)
 
     @pytest.mark.parametrize("keys", ["apart", "twice"])
     def test_keys_with_a_norm_of_their_own(keys: str) -> None:

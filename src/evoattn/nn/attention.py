@@ -24,7 +24,7 @@ from evoattn.dispatch.checks import compute_dtype
 from evoattn.dispatch.distributed import Split, is_distributed
 from evoattn.empty_rows.means import EmptyRows, check_empty_rows, may_be_empty, with_means
 from evoattn.nn.initial import Layer, start
-from evoattn.nn.project import linear, project
+from evoattn.nn.project import layer_norm, linear, project
 from evoattn.nn.submodules import call, is_linear
 
 MaybeTensor = TypeVar("MaybeTensor", bound="Tensor | None")
@@ -36,6 +36,10 @@ class Attention(Layer):
     A layer projects its input by the modules in `inputs`, calls `attend`, and passes the result to `output`. It calls this
     module instead if somebody has to see the call: there are hooks, a wrapper or shards around it. If `shared`, all heads share
     one head of keys and values, as in global attention.
+
+    Attributes:
+        layer_norm_q, layer_norm_k: norms of q and k over the channels of all heads, as RosettaFold-3 has them in
+            `AttentionPairBias`. None: there are none, as in all other layers.
     """
 
     def __init__(
@@ -57,6 +61,8 @@ class Attention(Layer):
         self.linear_k, self.linear_v = (nn.Linear(c_kv, c_hidden if shared else width, bias=False) for _ in range(2))
         self.linear_o = nn.Linear(width, c_q, bias=out_bias)  # before the gate, as optimizers of OpenFold have it
         self.linear_g = nn.Linear(c_q, width, bias=gate_bias) if gating else None
+        self.layer_norm_q: nn.Module | None = None
+        self.layer_norm_k: nn.Module | None = None
         for projection in (self.linear_q, self.linear_k, self.linear_v):
             start(projection, "xavier")
         start(self.linear_o, "zeros")
@@ -98,10 +104,16 @@ class Attention(Layer):
             q, *gates = project(q_x, None, (self.linear_q, *self.inputs[3:]))
             k, v = project(kv_x, None, (self.linear_k, self.linear_v))
         gate = heads(gates[0], no_heads) if gates else None
-        q, k, v = (heads(x, no_heads) for x in (q, k, v))
+        q, k, v = (heads(x, no_heads) for x in (*self.normed(q, k), v))
         return self.output(attend(q, k, v, mask, pair_bias, gate, inf=inf, empty_rows=empty_rows).flatten(-2), None)
 
     own_forward = forward
+
+    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k `[*, H C]` after their norms, if there are some."""
+        norms = (self.layer_norm_q, self.layer_norm_k)
+        q, k = (x if norm is None else layer_norm(x, norm, x.dtype) for x, norm in zip((q, k), norms, strict=True))
+        return q, k
 
     def output(self, o: Tensor, g: Tensor | None) -> Tensor:
         """The output product of o `[*, H C]`. g is the gate, or None if there is none or if the attention has applied it."""

@@ -126,14 +126,28 @@ class DiffusionTransformerBlock(Layer):
     Args:
         c_a, c_s, c_z, c_hidden, no_heads, inf: as in `AttentionPairBias`.
         n: the transition has n c_a hidden channels.
+        parallel: whether the transition takes the a that the attention takes, as RosettaFold-3 has it. Else it takes the
+            updated a, as in all other public programs.
 
-    Source: Abramson et al. 2024, algorithm 23. The transition takes the updated a, as in all public programs.
+    Source: Abramson et al. 2024, algorithm 23, which is parallel.
     """
 
-    def __init__(self, c_a: int, c_s: int, c_z: int, c_hidden: int, no_heads: int, n: int = 2, inf: float = 1e9) -> None:
+    def __init__(
+        self,
+        c_a: int,
+        c_s: int,
+        c_z: int,
+        c_hidden: int,
+        no_heads: int,
+        n: int = 2,
+        inf: float = 1e9,
+        *,
+        parallel: bool = False,
+    ) -> None:
         super().__init__()
+        self.parallel = parallel
         self.attention_pair_bias = AttentionPairBias(c_a, c_z, c_hidden, no_heads, c_s, inf, residual=True)
-        self.conditioned_transition = ConditionedTransition(c_a, c_s, n, residual=True)
+        self.conditioned_transition = ConditionedTransition(c_a, c_s, n, residual=not parallel)
 
     def forward(
         self,
@@ -146,8 +160,10 @@ class DiffusionTransformerBlock(Layer):
         transition_mask: Tensor | None = None,
     ) -> Tensor:
         """Compute the updated a. Arguments are as for `DiffusionTransformer`; pair_bias is that of this block."""
-        a = self.attention_pair_bias(a, None, s, mask, pair_bias=pair_bias, to_keys=to_keys)
-        return self.conditioned_transition(a, s, transition_mask)  # type: ignore[no-any-return]
+        updated: Tensor = self.attention_pair_bias(a, None, s, mask, pair_bias=pair_bias, to_keys=to_keys)
+        if self.parallel:
+            return updated + self.conditioned_transition(a, s, transition_mask)
+        return self.conditioned_transition(updated, s, transition_mask)  # type: ignore[no-any-return]
 
     own_forward = forward
 
@@ -172,6 +188,7 @@ class DiffusionTransformer(Layer):
         no_blocks: blocks.
         n: transitions have n c_a hidden channels.
         inf: is subtracted from the scores of a masked key.
+        parallel: as in RosettaFold-3, the transition of a block takes the a that its attention takes, not the updated one.
 
     Example:
         >>> import torch
@@ -185,13 +202,23 @@ class DiffusionTransformer(Layer):
     """
 
     def __init__(
-        self, c_a: int, c_s: int, c_z: int, c_hidden: int, no_heads: int, no_blocks: int, n: int = 2, inf: float = 1e9
+        self,
+        c_a: int,
+        c_s: int,
+        c_z: int,
+        c_hidden: int,
+        no_heads: int,
+        no_blocks: int,
+        n: int = 2,
+        inf: float = 1e9,
+        *,
+        parallel: bool = False,
     ) -> None:
         super().__init__()
         self.c_a, self.c_s, self.c_z, self.no_heads = c_a, c_s, c_z, no_heads
         self.layer_norm_z: nn.Module | None = nn.LayerNorm(c_z, bias=False)
         block = (c_a, c_s, c_z, c_hidden, no_heads, n, inf)
-        self.blocks: Any = nn.ModuleList(DiffusionTransformerBlock(*block) for _ in range(no_blocks))
+        self.blocks: Any = nn.ModuleList(DiffusionTransformerBlock(*block, parallel=parallel) for _ in range(no_blocks))
 
     def forward(
         self,

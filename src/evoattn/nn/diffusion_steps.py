@@ -12,6 +12,8 @@
 | split | their product, split |
 | product | a, with the output product times the gate of the condition added |
 
+If q and k have norms, each takes two more launches. In parallel blocks the sixth launch is the second.
+
 All that the condition s gives is made for many blocks at once: scales and shifts of AdaLN of norm(s), gates of s. The weights
 of that norm are multiplied into those of the products when these are split.
 
@@ -21,8 +23,9 @@ hidden channels in bfloat16, and so the attention is one of bfloat16. All else i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +38,9 @@ from evoattn.core.keeping import keeps, made_once, may_keep, precision, states
 from evoattn.core.numerics import float32_products, products_in
 from evoattn.empty_rows.means import may_be_empty
 from evoattn.nn.attention import Attention, attend_masked, heads, mask_arguments
+from evoattn.nn.diffusion_weights import Block, Conditions, split
 from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
+from evoattn.nn.project import normalise
 from evoattn.nn.submodules import has_global_hooks, is_linear, is_norm, may_skip
 from evoattn.nn.transition import SwiGLU
 
@@ -44,19 +49,6 @@ _CONDITIONS = 1 << 26
 
 _DIGIT = 2048
 """Rows are counted in three digits of this base, which even TF32 holds exactly."""
-
-
-class _Block(NamedTuple):
-    """The split weights of one block. All are `Halves`."""
-
-    qkvg: Any
-    qkvg_bias: Tensor | None
-    out: Any
-    out_bias: Tensor | None
-    hidden: Any
-    last: Any
-    keys: tuple[Any, Tensor, Any] | None
-    """The scale, its bias and the shift of the norm of the keys. None: they have none of their own."""
 
 
 class Keys:
@@ -68,16 +60,6 @@ class Keys:
     def __call__(self, x: Tensor) -> Tensor:
         padded = F.pad(x.flatten(0, -2), (0, 0, 1, 0))
         return padded.index_select(0, self.rows).view(*x.shape[:-2], -1, x.shape[-1])
-
-
-class _Conditions(NamedTuple):
-    """The split weights `[2 blocks c_a, c_s]` of the condition, attention and transition in turn, and their biases."""
-
-    scales: Any
-    scale_bias: Tensor
-    shifts: Any
-    gates: Any
-    gate_bias: Tensor
 
 
 class Prepared:
@@ -100,7 +82,7 @@ class Prepared:
         is_float = all(x.dtype == torch.float32 for x in self.parameters)
         self._settings = _settings(blocks) if is_float and all(map(_is_plain, blocks)) else set()
         self.is_plain = len(self._settings) == 1
-        self._weights: dict[bool, tuple[list[_Block], _Conditions]] = {}
+        self._weights: dict[bool, tuple[list[Block], Conditions]] = {}
         self._biases = WeakTensorKeyDictionary()
 
     def _has_hooks(self) -> bool:
@@ -114,11 +96,11 @@ class Prepared:
             return False
         return states(self.parameters) == self._states and (not self.is_plain or _settings(self.blocks) == self._settings)
 
-    def weights(self, low: bool) -> tuple[list[_Block], _Conditions]:
+    def weights(self, low: bool) -> tuple[list[Block], Conditions]:
         """The split weights. low: whether hi is not enough, as it is for TF32."""
         found = self._weights.get(low)
         if found is None:
-            found = _split(self.blocks, low)
+            found = split(self.blocks, low)
             if may_keep():
                 self._weights[low] = found
         return found
@@ -188,7 +170,7 @@ def _settings(blocks: Sequence[Any]) -> set[tuple[Any, ...]]:
     for block in blocks:
         attention = block.attention_pair_bias
         for norm in _norms_of(block):
-            found.add((attention.inf, attention.empty_rows, attention.norms_keys_twice, norm.layer_norm_s.eps))
+            found.add((attention.inf, attention.empty_rows, attention.norms_keys_twice, block.parallel, norm.layer_norm_s.eps))
     return found
 
 
@@ -204,7 +186,7 @@ def _is_plain(block: Any) -> bool:
     attention, transition = block.attention_pair_bias, block.conditioned_transition
     containers = [(x, type(x)) for x in (block, transition)]
     containers += [(attention, AttentionPairBias), (attention.mha, Attention)]
-    if not attention.residual or not transition.residual or attention.mha.linear_g is None:
+    if not attention.residual or transition.residual is block.parallel or attention.mha.linear_g is None:
         return False
     norms = _norms_of(block)
     containers += [(x, AdaLN) for x in norms]
@@ -216,7 +198,8 @@ def _is_plain(block: Any) -> bool:
     linears += (transition.linear_g, transition.linear_out, *(y for x in norms for y in (x.linear_g, x.linear_s)))
     if not all(is_linear(x) for x in linears):
         return False
-    if not all(is_norm(y) for x in norms for y in (x.layer_norm_a, x.layer_norm_s)):
+    of_heads = [x for x in (attention.mha.layer_norm_q, attention.mha.layer_norm_k) if x is not None]
+    if not all(map(is_norm, (*of_heads, *(y for x in norms for y in (x.layer_norm_a, x.layer_norm_s))))):
         return False
     unbiased = (*attention.mha.inputs[1:], *transition.inner, transition.linear_out, *(x.linear_s for x in norms))
     no_bias = all(x.bias is None for x in (*unbiased, *(x.layer_norm_s for x in norms)))
@@ -262,6 +245,17 @@ def run(
         attention, transition = block.attention_pair_bias, block.conditioned_transition
         eps = attention.layer_norm_a.layer_norm_a.eps
         x = steps.split(rows, scale, shift, kind="adapt", eps=eps, low=low, **sharing)
+        adapt_next = functools.partial(
+            steps.split,
+            rows,
+            next_scale,
+            next_shift,
+            kind="adapt",
+            eps=transition.layer_norm.layer_norm_a.eps,
+            low=low,
+            **sharing,
+        )
+        beside = adapt_next() if block.parallel else None  # before the attention is added to the rows
         width = w.out.hi.shape[1]
         if w.keys is None:
             steps.product(x, w.qkvg, w.qkvg_bias, out=y[1:])
@@ -269,6 +263,7 @@ def run(
             source = _adapted(rows, scale, shift, eps, **sharing) if attention.norms_keys_twice else rows
             eps = attention.layer_norm_k.layer_norm_a.eps
             _project_apart(w, x, source, s_norm, y[1:], {"eps": eps, "low": low, **sharing})
+        _norm_heads(attention.mha, y[1:], width)
         q, gates = y[1:, :width], y[1:, 3 * width :]
         keys = y[1:, width : 3 * width] if picked is None else y[:, width : 3 * width].index_select(0, picked)
         q, k, v = (heads(x.unflatten(0, (*lead, -1)), attention.no_heads) for x in (q, *keys.split(width, -1)))
@@ -277,12 +272,19 @@ def run(
             o = attend_masked(q, k, v, masks, bias, None, inf=inf)
         x = steps.split(o.reshape(count, width), gates, kind="gate", low=low)
         steps.product(x, w.out, w.out_bias, gate=gate, base=rows, out=rows, **sharing)
-        eps = transition.layer_norm.layer_norm_a.eps
-        x = steps.split(rows, next_scale, next_shift, kind="adapt", eps=eps, low=low, **sharing)
+        x = adapt_next() if beside is None else beside
         u = steps.product(x, w.hidden, dtype=dtype).split(w.last.hi.shape[1], -1)
         x = steps.split(*u, kind="swiglu", low=low)
         steps.product(x, w.last, gate=last_gate, mask=factors, base=rows, out=rows, **sharing)
     return rows.view(a.shape)
+
+
+def _norm_heads(mha: Any, y: Tensor, width: int) -> None:
+    """Normalise q and k, the first columns of y, in place, if they have norms."""
+    for i, norm in enumerate((mha.layer_norm_q, mha.layer_norm_k)):
+        if norm is not None:
+            part = y[:, i * width : (i + 1) * width]
+            part.copy_(normalise(part, norm.weight, norm.bias, norm.eps, y.dtype)[0])
 
 
 def _adapted(rows: Tensor, scale: Tensor, shift: Tensor, eps: float, samples: int, positions: int) -> Tensor:
@@ -292,7 +294,7 @@ def _adapted(rows: Tensor, scale: Tensor, shift: Tensor, eps: float, samples: in
     return torch.addcmul(shift, normed, scale).view(rows.shape)
 
 
-def _project_apart(w: _Block, x: Any, source: Tensor, s_norm: Any, out: Tensor, options: dict[str, Any]) -> None:
+def _project_apart(w: Block, x: Any, source: Tensor, s_norm: Any, out: Tensor, options: dict[str, Any]) -> None:
     """Write q, k, v and the gate: q and the gate of x, keys and values of `source` by the norm of the keys."""
     from evoattn.pair.products import steps
 
@@ -325,7 +327,7 @@ def rows_of_keys(to_keys: Callable[[Tensor], Tensor], lead: Sequence[int], posit
 
 
 def _conditions(
-    w: _Conditions, s_norm: Any, s: Any, first: int, count: int, channels: int
+    w: Conditions, s_norm: Any, s: Any, first: int, count: int, channels: int
 ) -> list[tuple[tuple[Tensor, ...], ...]]:
     """For each of some blocks: scale, shift and gate of the attention, then those of the transition."""
     from evoattn.pair.products import steps
@@ -337,56 +339,3 @@ def _conditions(
     gates = steps.product(s, w.gates.rows(start, size), w.gate_bias[part], opened=True)
     each = list(zip(*(x.split(channels, -1) for x in (scales, shifts, gates)), strict=True))
     return list(zip(each[::2], each[1::2], strict=True))
-
-
-def _split(blocks: Sequence[Any], low: bool) -> tuple[list[_Block], _Conditions]:
-    """The split weights of all blocks."""
-    from evoattn.pair.products import steps
-
-    split = []
-    for block in blocks:
-        mha, transition = block.attention_pair_bias.mha, block.conditioned_transition
-        split.append(
-            _Block(
-                steps.split_weights([x.weight for x in mha.inputs], low=low),
-                _joined_bias(mha.inputs),
-                steps.split_weights([mha.linear_o.weight], low=low),
-                mha.linear_o.bias,
-                steps.split_weights(transition.hidden_weights(), low=low),
-                steps.split_weights([transition.linear_out.weight], low=low),
-                _split_norm(block.attention_pair_bias.layer_norm_k, low),
-            )
-        )
-    norms = [x for block in blocks for x in (block.attention_pair_bias.layer_norm_a, block.conditioned_transition.layer_norm)]
-    gates = [x for block in blocks for x in (block.attention_pair_bias.linear_ada_out, block.conditioned_transition.linear_g)]
-    factors = [x.layer_norm_s.weight for x in norms]
-    conditions = _Conditions(
-        steps.split_weights([x.linear_g.weight for x in norms], factors=factors, low=low),
-        torch.cat([_bias(x.linear_g) for x in norms]),
-        steps.split_weights([x.linear_s.weight for x in norms], factors=factors, low=low),
-        steps.split_weights([x.weight for x in gates], low=low),
-        torch.cat([_bias(x) for x in gates]),
-    )
-    return split, conditions
-
-
-def _split_norm(norm: Any, low: bool) -> tuple[Any, Tensor, Any] | None:
-    """The split scale, its bias and the split shift of an adaptive norm, or None if there is none."""
-    from evoattn.pair.products import steps
-
-    if norm is None:
-        return None
-    scale, shift = (
-        steps.split_weights([x.weight], factors=[norm.layer_norm_s.weight], low=low) for x in (norm.linear_g, norm.linear_s)
-    )
-    return scale, _bias(norm.linear_g), shift
-
-
-def _joined_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
-    if all(x.bias is None for x in linears):
-        return None
-    return torch.cat([_bias(x) for x in linears])
-
-
-def _bias(linear: nn.Linear) -> Tensor:
-    return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias

@@ -203,7 +203,8 @@ class AttentionPairBias(Layer):
         mha = self.mha
         settings: dict[str, Any] = {"inf": self.inf, "empty_rows": self.empty_rows}
         if may_skip(mha, Attention):
-            q, k, v, gate = (heads(y, self.no_heads) for y in self._projections(x, norm, keys))
+            q, k, *others = self._projections(x, norm, keys)
+            q, k, v, gate = (heads(y, self.no_heads) for y in (*mha.normed(q, k), *others))
             update = mha.output(attend(q, k, v, mask, pair_bias, gate, **settings).flatten(-2), None)
         else:
             dtype = compute_dtype_of(x, *inputs_of(mha))

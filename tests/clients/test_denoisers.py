@@ -373,7 +373,7 @@ def test_protenix_computes_what_is_refused_as_it_would(
         raise UnknownArgument("the test")
 
     monkeypatch.setattr(diffusion, "prepared", refused)
-    monkeypatch.setattr(denoisers, "_may_share", lambda _: False)
+    monkeypatch.setattr(denoisers, "may_share", lambda _: False)
     options = {"enable_efficient_fusion": fused}
     with evoattn.patch(client, graphs=False):
         expected = sampled(client, [(1, 9)], make, **options)

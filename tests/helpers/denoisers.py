@@ -1,4 +1,4 @@
-"""Small denoisers of Protenix, OpenDDE and OpenFold-3, with random weights, and samplings by them."""
+"""Small denoisers of Protenix, OpenDDE, OpenFold-3 and RosettaFold-3, with random weights, and samplings by them."""
 
 import functools
 from collections.abc import Callable
@@ -129,3 +129,71 @@ def openfold3(device: torch.device) -> tuple[Any, Callable[..., Callable[[], Any
         )  # fmt: skip
 
     return sampler, sample
+
+
+RF3_FEATURES = ("ref_pos", "ref_charge", "ref_mask", "ref_element", "ref_atom_name_chars")
+
+
+def rf3_denoiser(device: torch.device, **encoder: Any) -> Any:
+    """A denoiser of RosettaFold-3. encoder: settings of its encoder of atoms in place of the program's."""
+    structure = module("rf3.model.RF3_structure")
+
+    def transformer(heads: int, blocks: int, parallel: bool = True) -> Any:
+        settings = {"n_head": heads, "no_residual_connection_between_attention_and_transition": parallel, "kq_norm": True}
+        return {"n_block": blocks, "diffusion_transformer_block": settings}
+
+    atoms = {"n_queries": 32, "n_keys": 128, "diffusion_transformer": transformer(2, 2)}
+    settings = {
+        "c_tokenpair": 8, "c_atom_1d_features": 3 + 1 + 1 + 5 + 12, "use_inv_dist_squared": True,
+        "atom_1d_features": RF3_FEATURES, "atom_transformer": atoms, "broadcast_trunk_feats_on_1dim_old": False,
+        "use_chiral_features": True, "no_grad_on_chiral_center": False,
+    } | encoder  # fmt: skip
+    conditioning = {"c_s_inputs": 20, "c_t_embed": 256, "relative_position_encoding": {"r_max": 32, "s_max": 2}}
+    return filled(
+        device, structure.DiffusionModule, sigma_data=16, c_atom=8, c_atompair=4, c_token=16, c_s=12, c_z=8, f_pred="edm",
+        diffusion_conditioning=conditioning, atom_attention_encoder=settings, diffusion_transformer=transformer(4, 2),
+        atom_attention_decoder={"atom_transformer": atoms},
+    )  # fmt: skip
+
+
+def rf3_features(residues: int) -> dict[str, Any]:
+    """What the denoiser of RosettaFold-3 reads, and some of an alignment, which it does not."""
+    counts = torch.tensor([3 + i % 4 for i in range(residues)])
+    group, token = torch.repeat_interleave(torch.arange(residues), counts), torch.arange(residues)
+    atoms = len(group)
+    return {
+        "atom_to_token_map": group,
+        "ref_pos": draw(1, atoms, 3),
+        "ref_charge": draw(2, atoms),
+        "ref_mask": torch.ones(atoms),
+        "ref_element": draw(3, atoms, 5),
+        "ref_atom_name_chars": draw(4, atoms, 4, 3),
+        "ref_space_uid": group.clone(),
+        "chiral_centers": torch.tensor([[1, 0, 2, 3], [1, 2, 3, 5], [7, 6, 8, 9]]),
+        "chiral_center_dihedral_angles": torch.tensor([0.6, -0.6, 0.6]),
+        "residue_index": token,
+        "token_index": token.clone(),
+        "asym_id": token // 5,
+        "entity_id": token * 0,
+        "sym_id": token // 5,
+        "msa": draw(5, 3, residues, 4),
+    }
+
+
+def rf3(device: torch.device, **encoder: Any) -> tuple[Any, Callable[..., Callable[[], Any]]]:
+    """A denoiser of RosettaFold-3, and what makes a sampling of so many samples and residues on the default device."""
+    denoiser, samplers = rf3_denoiser(device, **encoder), module("rf3.diffusion_samplers.inference_sampler")
+    sampler = samplers.SampleDiffusion(
+        num_timesteps=STEPS + 1, min_t=0, max_t=1, sigma_data=16, s_min=4e-4, s_max=160, p=7, gamma_0=0.8, gamma_min=1.0,
+        noise_scale=1.003, step_scale=1.5, solver="af3",
+    )  # fmt: skip
+
+    def sample(samples: int, residues: int) -> Any:
+        f = rf3_features(residues)
+        s, s_inputs, z = draw(6, residues, 12), draw(7, residues, 20), draw(8, residues, residues, 8)
+        return functools.partial(
+            sampler.sample_diffusion_like_af3, S_inputs_I=s_inputs, S_trunk_I=s, Z_trunk_II=z, f=f, diffusion_module=denoiser,
+            diffusion_batch_size=samples, coord_atom_lvl_to_be_noised=torch.zeros(samples, len(f["atom_to_token_map"]), 3),
+        )  # fmt: skip
+
+    return denoiser, sample

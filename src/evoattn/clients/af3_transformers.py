@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -150,15 +151,23 @@ def _call_protenix(
     if (transformer.blocks[0].attention_pair_bias.layer_norm_k is None) != (not n_queries or not n_keys):
         raise UnknownArgument("windows of a transformer of tokens, or none of one of atoms")
     if not n_queries or not n_keys:
-        return _run(transformer, a, s, z, extra=extra_attn_bias)
+        return run_tokens(transformer, a, s, z, extra=extra_attn_bias)
 
-    def windows(atoms: int) -> tuple[Tensor, Tensor]:
-        first = n_queries // 2 - n_keys // 2 + n_queries * torch.arange(-(-atoms // n_queries), device=a.device)
-        keys = first[:, None] + torch.arange(n_keys, device=a.device)
-        there = (keys >= 0) & (keys < atoms)
-        return keys.where(there, -1)[None], (there.to(a.dtype) - 1)[None, :, None] * _PROTENIX_INF
+    windows = functools.partial(windows_around, a, n_queries, n_keys, _PROTENIX_INF)
+    return run_windows(transformer, a[None], s[None], z[None], z, windows, n_queries)[0]
 
-    return _run_windows(transformer, a[None], s[None], z[None], z, windows, n_queries)[0]
+
+def windows_around(a: Tensor, queries: int, keys: int, inf: float, atoms: int) -> tuple[Tensor, Tensor]:
+    """What `run_windows` takes, if the keys of a window are the atoms around its middle."""
+    numbers = keys_around(atoms, queries, keys, a.device)
+    there = (numbers >= 0) & (numbers < atoms)
+    return numbers.where(there, -1)[None], (there.to(a.dtype) - 1)[None, :, None] * inf
+
+
+def keys_around(atoms: int, queries: int, keys: int, device: torch.device) -> Tensor:
+    """The atoms `[W, K]` around the middle of each window of queries. Some are before the first atom, or after the last."""
+    first = queries // 2 - keys // 2 + queries * torch.arange(-(-atoms // queries), device=device)
+    return first[:, None] + torch.arange(keys, device=device)
 
 
 def _call_openfold3(
@@ -168,7 +177,7 @@ def _call_openfold3(
     if transformer.window is None:
         if mask is not None and diffusion.attends_to_all(mask):
             mask = None
-        return _run(transformer, a, s, z, mask, mask if _mask_trans else None)
+        return run_tokens(transformer, a, s, z, mask, mask if _mask_trans else None)
     if mask is None or a.ndim != 4 or mask.shape != (a.shape[0], 1, a.shape[-2]):
         raise UnknownArgument("atoms of which each sample has others")
     queries, keys = transformer.window
@@ -179,10 +188,10 @@ def _call_openfold3(
         _, picked, pairs = own.convert_single_rep_to_blocks(numbers, queries, keys, mask)
         return picked[:, 0, ..., 0] - 1, transformer.blocks[0].attention_pair_bias.inf * (pairs[:, 0] - 1)
 
-    return _run_windows(transformer, a, s, z, z, windows, queries, mask, mask if _mask_trans else None)
+    return run_windows(transformer, a, s, z, z, windows, queries, mask, mask if _mask_trans else None)
 
 
-def _run(
+def run_tokens(
     transformer: Any,
     a: Tensor,
     s: Tensor,
@@ -214,12 +223,12 @@ def _most_bytes(device: torch.device) -> float:
 
 def _prepared(transformer: Any, a: Tensor, s: Tensor, z: Tensor, *others: Tensor | None) -> diffusion_steps.Prepared:
     fused = diffusion.prepared(transformer, a, s, *others)
-    if z.dtype != a.dtype:
+    if z.dtype != a.dtype and not getattr(transformer, "takes_low_pairs", False):
         raise UnknownArgument("a pair representation of a diffusion transformer that is not in float32")
     return fused
 
 
-def _run_windows(
+def run_windows(
     transformer: Any,
     a: Tensor,
     s: Tensor,

@@ -25,7 +25,7 @@ MODE, ALONE = "OPENDDE_FOLDCP_MODE", "single"
 """The variable by which OpenDDE splits pair representations over processes, and its value if it does not."""
 
 
-def _may_share(module: nn.Module) -> bool:
+def may_share(module: nn.Module) -> bool:
     """Return whether steps may share what a module computes: in a sampling on a GPU, if nobody sees that it is called."""
     if not diffusion.may_have_kernels(module) or torch.is_grad_enabled() or module.training:
         return False
@@ -43,7 +43,7 @@ def denoised(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
         conditioning = self.diffusion_conditioning
         known = not args and all(isinstance(kwargs.get(name), Tensor) for name in ("s_trunk", "s_inputs"))
         known = known and kwargs.get("use_conditioning", True) and os.environ.get(MODE, ALONE) == ALONE
-        if not known or not _may_share(conditioning):
+        if not known or not may_share(conditioning):
             return original(self, *args, **kwargs)
         pairs, single = kwargs.get("pair_z"), kwargs["s_trunk"]
         if pairs is None:
@@ -95,7 +95,7 @@ def atoms_of_protenix(original: Callable[..., Any], count: Count) -> Callable[..
 
     def forward(self: Any, atom_to_token_idx: Tensor, *args: Any, **kwargs: Any) -> Any:
         denoiser, noisy, s = denoiser_now.get(), kwargs.get("r_l"), kwargs.get("s")
-        if denoiser is None or noisy is None or s is None or not _may_share(self):
+        if denoiser is None or noisy is None or s is None or not may_share(self):
             return original(self, atom_to_token_idx, *args, **kwargs)
         given = (atom_to_token_idx, *args, kwargs.get("p_lm"), kwargs.get("c_l"))
         features = [x for x in given if isinstance(x, Tensor)]
@@ -124,7 +124,7 @@ def conditioned(original: Callable[..., Any], count: Count) -> Callable[..., Any
         chunk_size: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         call = (batch, t, si_input, si_trunk, zij_trunk, use_conditioning, chunk_size)
-        if not use_conditioning or not _may_share(self):
+        if not use_conditioning or not may_share(self):
             return original(self, *call)  # type: ignore[no-any-return]
         pairs = latest("pairs", self, _read(batch, self, zij_trunk), lambda: original(self, *call)[1])
         single = self.linear_s(self.layer_norm_s(torch.cat([si_trunk, si_input], dim=-1)))
@@ -143,7 +143,7 @@ def atoms(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
     def get_atom_reps(
         self: Any, batch: dict[str, Any], rl: Tensor | None, si_trunk: Tensor | None, zij_trunk: Tensor | None
     ) -> tuple[Tensor, ...]:
-        if rl is None or si_trunk is None or zij_trunk is None or not _may_share(self):
+        if rl is None or si_trunk is None or zij_trunk is None or not may_share(self):
             return original(self, batch, rl, si_trunk, zij_trunk)  # type: ignore[no-any-return]
         owners = _read(batch, self, si_trunk, zij_trunk)
         cl, plm = latest("atoms", self, owners, lambda: original(self, batch, rl, si_trunk, zij_trunk)[1:])
@@ -157,7 +157,7 @@ def _read(batch: dict[str, Any], module: nn.Module, *tensors: Tensor) -> list[Te
     return [*tensors, *(x for x in batch.values() if isinstance(x, Tensor)), *module.parameters()]
 
 
-def _checked(module: str, *names: str) -> tuple[Site, ...]:
+def checked(module: str, *names: str) -> tuple[Site, ...]:
     """Functions that are taken for granted."""
     return tuple(Site(module, name, counted=False) for name in names)
 
@@ -170,16 +170,16 @@ def protenix_sites(package: str) -> tuple[Site, ...]:
         Site(f"{modules}.diffusion", "DiffusionModule.f_forward", denoised, counted=False),
         Site(f"{modules}.diffusion", "DiffusionConditioning.forward", shared_condition, counted=False),
         Site(f"{modules}.transformer", "AtomAttentionEncoder.forward", atoms_of_protenix, counted=False),
-        *_checked(f"{modules}.diffusion", "DiffusionConditioning.prepare_cache"),
-        *_checked(
+        *checked(f"{modules}.diffusion", "DiffusionConditioning.prepare_cache"),
+        *checked(
             f"{modules}.transformer",
             "DiffusionTransformerBlock.forward",
             "AttentionPairBias.standard_multihead_attention",
             "AttentionPairBias.local_multihead_attention",
             "ConditionedTransitionBlock.forward",
         ),
-        *_checked(f"{modules}.primitives", "AdaptiveLayerNorm.forward", "Attention._prep_qkv", "Attention._wrap_up"),
-        *_checked(f"{modules}.primitives", "rearrange_to_dense_trunk", "rearrange_qk_to_dense_trunk"),
+        *checked(f"{modules}.primitives", "AdaptiveLayerNorm.forward", "Attention._prep_qkv", "Attention._wrap_up"),
+        *checked(f"{modules}.primitives", "rearrange_to_dense_trunk", "rearrange_qk_to_dense_trunk"),
     )
 
 
@@ -190,23 +190,21 @@ def openfold3_sites() -> tuple[Site, ...]:
         Site(f"{layers}.diffusion_transformer", "DiffusionTransformer.forward", diffusion.transformer, kind=diffusion.KIND),
         Site(f"{layers}.diffusion_conditioning", "DiffusionConditioning.forward", conditioned, counted=False),
         Site(f"{layers}.sequence_local_atom_attention", "AtomAttentionEncoder.get_atom_reps", atoms, counted=False),
-        *_checked(f"{layers}.diffusion_transformer", "DiffusionTransformerBlock.forward"),
-        *_checked(
+        *checked(f"{layers}.diffusion_transformer", "DiffusionTransformerBlock.forward"),
+        *checked(
             f"{layers}.diffusion_conditioning",
             "DiffusionConditioning._embed_trunk_inputs",
             "DiffusionConditioning._forward",
             "DiffusionConditioning._chunk_forward",
         ),
-        *_checked(
+        *checked(
             f"{layers}.attention_pair_bias",
             "DiffusionAttentionPairBias._prep_bias",
             "CrossAttentionPairBias.forward",
             "CrossAttentionPairBias._prep_block_inputs",
         ),
-        *_checked(
-            "openfold3.core.utils.atom_attention_block_utils", "convert_single_rep_to_blocks", "get_pair_atom_block_mask"
-        ),
-        *_checked(f"{layers}.transition", "ConditionedTransitionBlock._transition", "ConditionedTransitionBlock.forward"),
-        *_checked("openfold3.core.model.primitives.normalization", "AdaLN.forward"),
-        *_checked("openfold3.core.model.primitives.activations", "SwiGLU.forward"),
+        *checked("openfold3.core.utils.atom_attention_block_utils", "convert_single_rep_to_blocks", "get_pair_atom_block_mask"),
+        *checked(f"{layers}.transition", "ConditionedTransitionBlock._transition", "ConditionedTransitionBlock.forward"),
+        *checked("openfold3.core.model.primitives.normalization", "AdaLN.forward"),
+        *checked("openfold3.core.model.primitives.activations", "SwiGLU.forward"),
     )

@@ -166,9 +166,13 @@ def _refers(value: Any, owners: list[Any], numbers: list[Any]) -> bool:
 
 
 def heads_first(bias: Tensor) -> Tensor:
-    """A bias `[*, Q, K, H]` as `[*, H, Q, K]`, in bfloat16 if the sampling is, and with aligned rows. A copy if need be."""
+    """A bias `[*, Q, K, H]` as `[*, H, Q, K]` with aligned rows, in bfloat16 if the sampling is, else in float32 at least.
+
+    A copy if need be.
+    """
     low = diffusion_steps.attention_dtype()
-    return diffusion_steps.aligned(bias.movedim(-1, -3), bias.dtype if low == torch.float32 else low)
+    dtype = torch.promote_types(bias.dtype, low) if low == torch.float32 else low
+    return diffusion_steps.aligned(bias.movedim(-1, -3), dtype)
 
 
 def attends_to_all(mask: Tensor) -> bool:

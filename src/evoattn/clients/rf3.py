@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evoattn.clients import graphs
+from evoattn.clients import graphs, rf3_denoiser
 from evoattn.clients.arguments import forwards
 from evoattn.clients.boltz import MULTIPLICATION_MODULES
 from evoattn.clients.known import KnownLayer, channels_of, features, transition
@@ -24,7 +23,6 @@ _TRIANGLES = "rf3.model.layers.attention"
 _UTILS = "rf3.model.layers.layer_utils"
 _PAIRFORMER = "rf3.model.layers.pairformer_layers"
 _DIFFUSION = "rf3.model.layers.af3_diffusion_transformer"
-_SAMPLER = "rf3.diffusion_samplers.inference_sampler"
 
 
 @replacement
@@ -112,7 +110,15 @@ def _low_precision(self: Any, a: Tensor) -> Tensor:
     return a.to(torch.bfloat16) if low else a
 
 
-tokens = functools.partial(graphs.step, skip=_attends_atoms)
+def tokens(original: Any, count: Count) -> Any:
+    """A transformer of tokens, recorded unless the denoiser is recorded as a whole."""
+    recorded = graphs.step(original, count, skip=_attends_atoms)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (original if rf3_denoiser.shares() else recorded)(self, *args, **kwargs)
+
+    forward._evoattn_steps = recorded._evoattn_steps  # type: ignore[attr-defined]
+    return forward
 
 
 def _make_triangle(client: Any) -> nn.Module:
@@ -170,11 +176,9 @@ CLIENTS = {
             Site(_DIFFUSION, "AttentionPairBiasDiffusion"),
             Site("foundry.training.checkpoint", "activation_checkpointing"),
         ),
-        layers=(*sites(_KNOWN), Site(_UTILS, "Transition")),
-        steps=(
-            Site(_DIFFUSION, "DiffusionTransformer.forward", tokens),
-            Site(_SAMPLER, "SampleDiffusion.sample_diffusion_like_af3", graphs.loop, counted=False),
-        ),
-        known=_KNOWN,
+        layers=(*sites(_KNOWN), Site(_UTILS, "Transition"), *rf3_denoiser.layer_sites()),
+        steps=(Site(_DIFFUSION, "DiffusionTransformer.forward", tokens), *rf3_denoiser.step_sites()),
+        known={**_KNOWN, f"{_DIFFUSION}.DiffusionTransformer": rf3_denoiser.TRANSFORMER},
+        linears=(f"{_UTILS}.MultiDimLinear",),  # its result is reshaped afterwards
     )
 }

@@ -162,7 +162,7 @@ class DiffusionTransformerBlock(Layer):
         """Compute the updated a. Arguments are as for `DiffusionTransformer`; pair_bias is that of this block."""
         updated: Tensor = self.attention_pair_bias(a, None, s, mask, pair_bias=pair_bias, to_keys=to_keys)
         if self.parallel:
-            return updated + self.conditioned_transition(a, s, transition_mask)
+            return updated + self.conditioned_transition(a, s, transition_mask)  # type: ignore[no-any-return]
         return self.conditioned_transition(updated, s, transition_mask)  # type: ignore[no-any-return]
 
     own_forward = forward

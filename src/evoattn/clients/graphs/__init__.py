@@ -94,10 +94,12 @@ def step(
     return forward
 
 
-def loop(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
+def loop(
+    original: Callable[..., Any], count: Count, precision: Callable[[str], str] = lambda asked: asked
+) -> Callable[..., Any]:
     """A method that calls steps many times with the same weights.
 
-    It is a sampling in the precision of the patch.
+    It is a sampling in the precision of the patch, or in what `precision` makes of that when a run begins.
 
     Recordings inside may keep weights as autocast has cast them, or as layers have split them (`core.keeping`). Small ones stay
     for another run, which has them cast and split the weights anew. Large ones are dropped: what comes next needs the memory.
@@ -110,7 +112,7 @@ def loop(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
         this = Run()
         token = current.set(this)
         try:
-            with keeping.sampling(count.precision):
+            with keeping.sampling(precision(count.precision)):
                 return original(self, *args, **kwargs)
         finally:
             try:

@@ -24,6 +24,7 @@ else:
     from evoattn.clients.swap import Swap
     from evoattn.core import keeping
     from evoattn.nn import diffusion_steps
+    from tests.clients import test_denoisers_rf3 as rf3
     from tests.clients.test_denoisers import CLIENTS, atoms, exact, inputs, known, rows_of, transformer
     from tests.pair.products import error
 
@@ -48,3 +49,22 @@ else:
             fused = known(client).call(layer, **single)
         there = call.get("mask", torch.ones(1, true.shape[-2])).expand(true.shape[:-1]) > 0
         assert error(fused[there], true[there]) <= max(1.5 * error(plain[there], true[there]), 2e-6)
+
+    @pytest.mark.parametrize("precision", ["exact", "bf16"])
+    @pytest.mark.parametrize("windows", [False, True])
+    @torch.no_grad()
+    def test_rosettafold_3_no_further_from_float64(windows: bool, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Than its own in float32, or under autocast to bfloat16, in which it samples."""
+        monkeypatch.setattr(diffusion_steps, "prepared", lambda blocks, *_: diffusion_steps.Prepared(blocks))
+        original, (a, s, z) = rf3.transformer(), rf3.inputs(2, 40 if windows else 10, True)
+        true = original(a, s, z, windows or None)
+        original.float()
+        single = [x.float() for x in (a, s, z)]
+        layer = Swap(original, is_called=True).layer
+        assert diffusion_steps.Prepared(layer.blocks).is_plain
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            plain = original(*single, windows or None)
+            with keeping.sampling(precision):
+                fused = rf3.rf3_denoiser.TRANSFORMER.call(layer, *rf3.call_of(*single, windows))
+        assert fused.dtype == plain.dtype
+        assert error(fused, true) <= max(1.5 * error(plain, true), 2e-6)

@@ -316,3 +316,31 @@ def test_another_transformer_is_left_to_the_client() -> None:
     original = transformer()
     original.blocks[1].no_residual_connection_between_attention_and_transition = False
     assert "other modules" in Swap(original, is_called=True).reason
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use; the interpreter has the kernels")
+@pytest.mark.parametrize("samples", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_step_on_a_gpu_is_no_further_from_float32_than_the_client(dtype: torch.dtype, samples: int) -> None:
+    """The denoiser in the loop, recorded. Two samplings, of which the second records nothing."""
+    with torch.device("cuda"):
+        denoiser, make = rf3(torch.device("cuda"))
+
+        def run(kind: torch.dtype) -> dict[str, Any]:
+            for x in denoiser.modules():
+                vars(x).update({"force_bfloat16": kind == torch.bfloat16} if hasattr(x, "force_bfloat16") else {})
+            torch.manual_seed(4)
+            with torch.autocast("cuda", kind, enabled=kind != torch.float32):
+                return make(samples, 40)()  # type: ignore[no-any-return]
+
+        true, plain = run(torch.float32), run(dtype)
+        with evoattn.patch("rf3", graphs=True) as patched:
+            results = [run(dtype) for _ in range(2)]
+        (reasons,) = (x for site, x in patched.steps.items() if site.endswith("DiffusionModule.forward"))
+        assert reasons == {"": 2 * STEPS - 3, FIRST: 3}
+        name = "X_denoised_L_traj"
+        for result in results:
+            errors = [torch.tensor([error(x, y) for x, y in zip(y[name], true[name], strict=True)]) for y in (result, plain)]
+            assert errors[0].mean() <= max(1.5 * errors[1].mean(), 1e-5)

@@ -158,7 +158,7 @@ def _call_protenix(
 
 
 def windows_around(a: Tensor, queries: int, keys: int, inf: float, atoms: int) -> tuple[Tensor, Tensor]:
-    """What `run_windows` takes, if the keys of a window are the atoms around its middle."""
+    """The `windows` of `run_windows`, if the keys of a window are the atoms around its middle."""
     numbers = keys_around(atoms, queries, keys, a.device)
     there = (numbers >= 0) & (numbers < atoms)
     return numbers.where(there, -1)[None], (there.to(a.dtype) - 1)[None, :, None] * inf

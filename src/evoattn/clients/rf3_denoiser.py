@@ -45,7 +45,7 @@ _ADALN = "layer_norm_a=ln_a layer_norm_s=ln_s linear_g=to_gain.0 linear_s=to_bia
 _HEADS = "layer_norm_q=query_layer_norm layer_norm_k=key_layer_norm"
 
 _OF_TOKENS = ("asym_id", "entity_id", "sym_id", "residue_index", "token_index", "cyclic_asym_ids")
-_OF_ATOMS = ("atom_to_token_map", "ref_pos", "ref_space_uid", "atom_level_embedding")
+_OF_ATOMS = ("atom_to_token_map", "ref_atom_name_chars", "ref_pos", "ref_space_uid", "atom_level_embedding")
 _OF_CHIRALITY = ("chiral_centers", "chiral_center_dihedral_angles")
 """The features that the denoiser reads, beside those that its encoder names."""
 
@@ -233,7 +233,7 @@ def encoded(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
 
 
 def _atoms(self: Any, f: dict[str, Any], s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the noisy positions are added to, the condition of atoms, and their pair representation in windows."""
+    """The embedded features of atoms, to which noisy positions are added; their condition; and their pairs in windows."""
     token = f["atom_to_token_map"].long()
     atoms = len(token)
     first = self.process_input_features(torch.cat([f[name].reshape(atoms, -1) for name in self.atom_1d_features], dim=-1))
@@ -255,7 +255,7 @@ def _atoms(self: Any, f: dict[str, Any], s: Tensor, z: Tensor) -> tuple[Tensor, 
 
 
 def _chiral_gradients(x: Tensor, centers: Tensor, angles: Tensor, fixed: bool) -> Tensor:
-    """How far each atom is from the chirality of its centers. Those of an atom are added in the order of the centers.
+    """The gradients of the distances from the chirality of centers. Those of an atom are added in the order of the centers.
 
     Args:
         x: positions `[D, L, 3]`.

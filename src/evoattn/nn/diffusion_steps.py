@@ -225,15 +225,15 @@ def run(
     s, samples = _shared(s, lead, positions)
     sharing: Any = {"samples": samples, "positions": positions}
     rows = a.reshape(-1, channels).clone(memory_format=torch.contiguous_format)
-    count = rows.shape[0]
-    s_norm = steps.split(s, kind="norm", eps=blocks[0].attention_pair_bias.layer_norm_a.layer_norm_s.eps, low=low)
+    adapt: Any = functools.partial(steps.split, rows, kind="adapt", low=low, **sharing)
+    first = blocks[0].attention_pair_bias
+    s_norm = steps.split(s, kind="norm", eps=first.layer_norm_a.layer_norm_s.eps, low=low)
     s_whole = steps.split(s, low=low)
-    y = rows.new_empty((count + 1, weights[0].qkvg.hi.shape[0]), dtype=dtype)  # the first row is what `to_keys` picks outside
+    y = rows.new_empty((len(rows) + 1, weights[0].qkvg.hi.shape[0]), dtype=dtype)  # first the row that keys outside get
     picked = None if to_keys is None else rows_of_keys(to_keys, lead, positions, a.device)
     if picked is not None:
         y[0] = 0
     factors = None if transition_mask is None else transition_mask.expand(a.shape[:-1]).reshape(-1).float().contiguous()
-    first = blocks[0].attention_pair_bias
     masks = mask_arguments(mask, dtype, inf=first.inf, empty_rows=first.empty_rows)
     inf = first.inf if may_be_empty(first.inf, a.dtype) else 0.0  # whatever the precision, rows are empty as in float32
     group = max(1, _CONDITIONS // (6 * channels * s.shape[0]))
@@ -243,26 +243,15 @@ def run(
             conditions = _conditions(of_condition, s_norm, s_whole, i, min(group, len(blocks) - i), channels)
         (scale, shift, gate), (next_scale, next_shift, last_gate) = conditions[i % group]
         attention, transition = block.attention_pair_bias, block.conditioned_transition
-        eps = attention.layer_norm_a.layer_norm_a.eps
-        x = steps.split(rows, scale, shift, kind="adapt", eps=eps, low=low, **sharing)
-        adapt_next = functools.partial(
-            steps.split,
-            rows,
-            next_scale,
-            next_shift,
-            kind="adapt",
-            eps=transition.layer_norm.layer_norm_a.eps,
-            low=low,
-            **sharing,
-        )
-        beside = adapt_next() if block.parallel else None  # before the attention is added to the rows
+        eps, next_eps = attention.layer_norm_a.layer_norm_a.eps, transition.layer_norm.layer_norm_a.eps
+        x = adapt(scale, shift, eps=eps)
+        beside = adapt(next_scale, next_shift, eps=next_eps) if block.parallel else None  # of the rows without the attention
         width = w.out.hi.shape[1]
         if w.keys is None:
             steps.product(x, w.qkvg, w.qkvg_bias, out=y[1:])
         else:
             source = _adapted(rows, scale, shift, eps, **sharing) if attention.norms_keys_twice else rows
-            eps = attention.layer_norm_k.layer_norm_a.eps
-            _project_apart(w, x, source, s_norm, y[1:], {"eps": eps, "low": low, **sharing})
+            _project_apart(w, x, source, s_norm, y[1:], attention.layer_norm_k.layer_norm_a.eps, low, sharing)
         _norm_heads(attention.mha, y[1:], width)
         q, gates = y[1:, :width], y[1:, 3 * width :]
         keys = y[1:, width : 3 * width] if picked is None else y[:, width : 3 * width].index_select(0, picked)
@@ -270,9 +259,9 @@ def run(
         bias = pair_bias[i] if dtype == a.dtype else pair_bias[i].to(dtype)
         with products_in(None if low else "tf32"):
             o = attend_masked(q, k, v, masks, bias, None, inf=inf)
-        x = steps.split(o.reshape(count, width), gates, kind="gate", low=low)
+        x = steps.split(o.reshape(-1, width), gates, kind="gate", low=low)
         steps.product(x, w.out, w.out_bias, gate=gate, base=rows, out=rows, **sharing)
-        x = adapt_next() if beside is None else beside
+        x = adapt(next_scale, next_shift, eps=next_eps) if beside is None else beside
         u = steps.product(x, w.hidden, dtype=dtype).split(w.last.hi.shape[1], -1)
         x = steps.split(*u, kind="swiglu", low=low)
         steps.product(x, w.last, gate=last_gate, mask=factors, base=rows, out=rows, **sharing)
@@ -294,14 +283,14 @@ def _adapted(rows: Tensor, scale: Tensor, shift: Tensor, eps: float, samples: in
     return torch.addcmul(shift, normed, scale).view(rows.shape)
 
 
-def _project_apart(w: Block, x: Any, source: Tensor, s_norm: Any, out: Tensor, options: dict[str, Any]) -> None:
+def _project_apart(w: Block, x: Any, source: Tensor, s_norm: Any, out: Tensor, eps: float, low: bool, sharing: Any) -> None:
     """Write q, k, v and the gate: q and the gate of x, keys and values of `source` by the norm of the keys."""
     from evoattn.pair.products import steps
 
     width = w.out.hi.shape[1]
     weight, bias, shift = w.keys  # type: ignore[misc]
     scale, shift = steps.product(s_norm, weight, bias, opened=True), steps.product(s_norm, shift)
-    keys = steps.split(source, scale, shift, kind="adapt", **options)
+    keys = steps.split(source, scale, shift, kind="adapt", eps=eps, low=low, **sharing)
     for y, start, count in ((x, 0, width), (keys, width, 2 * width), (x, 3 * width, width)):
         part = slice(start, start + count)
         bias = None if w.qkvg_bias is None else w.qkvg_bias[part]

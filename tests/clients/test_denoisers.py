@@ -44,6 +44,7 @@ def torchs_norm(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diffusion_steps, "run", by_layers)
     monkeypatch.setattr(diffusion_steps, "prepared", prepared)
+    monkeypatch.setattr(diffusion_steps, "kept_condition", lambda *_: None)
     monkeypatch.setattr(diffusion, "may_have_kernels", lambda _: keeping.keeps())
 
 
@@ -342,6 +343,18 @@ def test_samples_are_those_of_the_client(client: str, on_a_cpu: None, monkeypatc
     assert reasons == {"": 3 * STEPS - 3 * recorded, FIRST: 3 * recorded, "a module inside has hooks": STEPS}
     for ours, theirs in zip(result, (*expected, expected[1]), strict=True):
         assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("client", CLIENTS)
+def test_the_condition_of_atoms_is_one_for_all_steps(client: str, on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that it gives is asked for once for each transformer of atoms."""
+    _, make = sampler_of(client)
+    made: list[Any] = []
+    monkeypatch.setattr(diffusion_steps, "kept_condition", lambda *x: made.append(x))
+    with evoattn.patch(client, graphs=False):
+        sampled(client, [(2, 9)], lambda *x, **y: lambda: graphs.loop(lambda _: make(*x, **y)(), Count())(nn.Identity()))
+    assert len(made) == 2
 
 
 @pytest.mark.slow

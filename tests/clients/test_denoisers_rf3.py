@@ -37,6 +37,7 @@ TRANSFORMERS = 3
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diffusion_steps, "run", by_layers)
     monkeypatch.setattr(diffusion_steps, "prepared", prepared)
+    monkeypatch.setattr(diffusion_steps, "kept_condition", lambda *_: None)
     monkeypatch.setattr(diffusion, "may_have_kernels", lambda _: keeping.keeps())
 
 
@@ -272,6 +273,18 @@ def test_what_is_refused_is_computed_as_the_client_would(on_a_cpu: None, monkeyp
         (result,) = sampled([(2, 9)], lambda *call: lambda: graphs.loop(lambda _: make(*call)(), Count())(denoiser))
     assert patched.passed_on["the test"] >= TRANSFORMERS * STEPS
     assert (result["X_L"] - expected["X_L"]).norm() < 1e-5 * expected["X_L"].norm()
+
+
+@pytest.mark.slow
+def test_the_condition_of_atoms_is_one_for_all_steps(on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that it gives is asked for once for each transformer of atoms."""
+    denoiser, make = rf3(CPU)
+    in_float(denoiser)
+    made: list[Any] = []
+    monkeypatch.setattr(diffusion_steps, "kept_condition", lambda *x: made.append(x))
+    with evoattn.patch("rf3", graphs=True):
+        sampled([(2, 9)], make)
+    assert len(made) == 2
 
 
 @pytest.mark.slow

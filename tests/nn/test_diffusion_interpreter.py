@@ -118,6 +118,24 @@ else:
 
         compare(transformer(*SIZES, threefold=threefold), a, s, z, mask, to_keys, None)
 
+    @pytest.mark.parametrize("keys", ["", "apart", "twice"])
+    def test_several_calls_may_share_all_that_the_condition_gives(keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Bit for bit, for other samples too, within a bound on memory."""
+        rng, layer = torch.Generator().manual_seed(8), transformer(*SIZES, threefold=False, keys=keys)
+        fused, s = diffusion_steps.Prepared(layer.blocks), torch.randn(3, 1, 8, 12, generator=rng)
+        bias = layer.pair_bias(torch.randn(3, 1, 8, 16, 8, generator=rng))
+        with sampling():
+            kept = None
+            for samples in (2, 2, 1):
+                a = torch.randn(3, samples, 8, 16, generator=rng)
+                kept = diffusion_steps.kept_condition(fused, a, s) if kept is None or samples == 1 else kept
+                assert kept is not None and kept.samples == samples
+                to_keys = diffusion_steps.Keys(torch.randint(0, 1 + 3 * samples * 8, (3 * samples * 16,), generator=rng))
+                expected = diffusion_steps.run(fused, a, s, bias, None, to_keys, None)
+                assert torch.equal(diffusion_steps.run(fused, a, kept, bias, None, to_keys, None), expected)
+            monkeypatch.setattr(diffusion_steps, "_CONDITIONS", 6 * 16 * 24 * 2 - 1)  # numbers of two blocks, but one
+            assert diffusion_steps.kept_condition(fused, a, s) is None
+
     @pytest.mark.parametrize("windows", [False, True])
     def test_rosettafold_3_has_parallel_blocks_and_norms_of_heads(windows: bool) -> None:
         rng, layer = torch.Generator().manual_seed(7), transformer(*SIZES, threefold=False, rf3=True)

@@ -21,6 +21,7 @@ from evoattn.clients.arguments import UnknownArgument, ignore
 from evoattn.clients.known import KnownLayer, features, share
 from evoattn.core.devices import uncast
 from evoattn.core.keeping import made_once, states
+from evoattn.core.numerics import float32_products
 from evoattn.dispatch.axes import with_axes
 from evoattn.nn import diffusion_steps
 from evoattn.nn.diffusion import DiffusionTransformer
@@ -266,9 +267,24 @@ def run_windows(
         owners = (identity, *_of_pair_biases(transformer), *(() if mask is None else (mask,)))
         keys, biases = latest("windows", transformer, owners, make, samples, atoms)
         factors = None if transition_mask is None else _in_windows(transition_mask.unsqueeze(-1), size)[..., 0]
-        result: Tensor = diffusion_steps.run(fused, _in_windows(a, size), _in_windows(s, size), biases, None, keys, factors)
+        of_s, rows = _condition_of_atoms(transformer, fused, a, s, size), _in_windows(a, size)
+        result: Tensor = diffusion_steps.run(fused, rows, of_s, biases, None, keys, factors)
         by_sample: Tensor = result.unflatten(0, (a.shape[0], -1)).transpose(1, 2).flatten(2, 3)
         return by_sample[:, :, :atoms]
+
+
+def _condition_of_atoms(
+    transformer: Any, fused: diffusion_steps.Prepared, a: Tensor, s: Tensor, size: int
+) -> diffusion_steps.OfCondition | Tensor:
+    """All that the condition s of atoms gives, made once for all steps that have the same s. It takes 256 MiB at most."""
+    base = s if s._base is None else s._base  # clients make other views of it in each step
+    settings = (fused, s.storage_offset(), s.shape, s.stride(), a.shape, float32_products())
+
+    def make() -> diffusion_steps.OfCondition | None:
+        return diffusion_steps.kept_condition(fused, _in_windows(a, size), _in_windows(s, size))
+
+    kept = latest("condition of atoms", transformer, [base], make, *settings)
+    return _in_windows(s, size) if kept is None else kept
 
 
 def _in_windows(x: Tensor, size: int) -> Tensor:

@@ -24,8 +24,8 @@ hidden channels in bfloat16, and so the attention is one of bfloat16. All else i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -206,10 +206,32 @@ def _is_plain(block: Any) -> bool:
     return no_bias and all(x.layer_norm_a.weight is None and x.layer_norm_a.bias is None for x in norms)
 
 
+class OfCondition(NamedTuple):
+    """All that the condition gives, for each block.
+
+    Args:
+        each: for each block the scale, shift and gate of its attention, those of its transition, and the scale and shift of the
+            norm of its keys, or None.
+        samples: how many samples share them.
+    """
+
+    each: Iterable[tuple[tuple[Tensor, ...], ...]]
+    samples: int
+
+
+def kept_condition(prepared: Prepared, a: Tensor, s: Tensor) -> OfCondition | None:
+    """Make all that s gives, which `run` takes in its place in several calls. None: it would take more than 256 MiB."""
+    low, channels = _is_exact(), a.shape[-1]
+    s, samples = _shared(s, a.shape[:-2], a.shape[-2])
+    if len(prepared.blocks) > _group(channels, s):
+        return None
+    return OfCondition(list(_each_condition(prepared, s, channels, low)), samples)
+
+
 def run(
     prepared: Prepared,
     a: Tensor,
-    s: Tensor,
+    s: Tensor | OfCondition,
     pair_bias: Any,
     mask: Tensor | None,
     to_keys: Callable[[Tensor], Tensor] | None,
@@ -218,17 +240,17 @@ def run(
     """`DiffusionTransformer.forward` of a call, whose arguments are checked. A pair bias of another dtype is cast each time."""
     from evoattn.pair.products import steps
 
-    low = precision() == "exact" and float32_products() != "tf32"
+    low = _is_exact()
     dtype, blocks = attention_dtype(), prepared.blocks
-    weights, of_condition = prepared.weights(low)
+    weights, _ = prepared.weights(low)
     lead, positions, channels = a.shape[:-2], a.shape[-2], a.shape[-1]
-    s, samples = _shared(s, lead, positions)
-    sharing: Any = {"samples": samples, "positions": positions}
+    if not isinstance(s, OfCondition):
+        s, samples = _shared(s, lead, positions)
+        s = OfCondition(_each_condition(prepared, s, channels, low), samples)
+    sharing: Any = {"samples": s.samples, "positions": positions}
     rows = a.reshape(-1, channels).clone(memory_format=torch.contiguous_format)
     adapt: Any = functools.partial(steps.split, rows, kind="adapt", low=low, **sharing)
     first = blocks[0].attention_pair_bias
-    s_norm = steps.split(s, kind="norm", eps=first.layer_norm_a.layer_norm_s.eps, low=low)
-    s_whole = steps.split(s, low=low)
     y = rows.new_empty((len(rows) + 1, weights[0].qkvg.hi.shape[0]), dtype=dtype)  # first the row that keys outside get
     picked = None if to_keys is None else rows_of_keys(to_keys, lead, positions, a.device)
     if picked is not None:
@@ -236,22 +258,20 @@ def run(
     factors = None if transition_mask is None else transition_mask.expand(a.shape[:-1]).reshape(-1).float().contiguous()
     masks = mask_arguments(mask, dtype, inf=first.inf, empty_rows=first.empty_rows)
     inf = first.inf if may_be_empty(first.inf, a.dtype) else 0.0  # whatever the precision, rows are empty as in float32
-    group = max(1, _CONDITIONS // (6 * channels * s.shape[0]))
-    for i, (block, w) in enumerate(zip(blocks, weights, strict=True)):
-        if i % group == 0:
-            conditions: Any = None  # its memory is free before the next ones are made
-            conditions = _conditions(of_condition, s_norm, s_whole, i, min(group, len(blocks) - i), channels)
-        (scale, shift, gate), (next_scale, next_shift, last_gate) = conditions[i % group]
+    for i, (block, w, of_s) in enumerate(zip(blocks, weights, s.each, strict=True)):
+        (scale, shift, gate), (next_scale, next_shift, last_gate), *of_keys = of_s
         attention, transition = block.attention_pair_bias, block.conditioned_transition
         eps, next_eps = attention.layer_norm_a.layer_norm_a.eps, transition.layer_norm.layer_norm_a.eps
         x = adapt(scale, shift, eps=eps)
         beside = adapt(next_scale, next_shift, eps=next_eps) if block.parallel else None  # of the rows without the attention
         width = w.out.hi.shape[1]
-        if w.keys is None:
+        if not of_keys:
             steps.product(x, w.qkvg, w.qkvg_bias, out=y[1:])
         else:
             source = _adapted(rows, scale, shift, eps, **sharing) if attention.norms_keys_twice else rows
-            _project_apart(w, x, source, s_norm, y[1:], attention.layer_norm_k.layer_norm_a.eps, low, sharing)
+            eps = attention.layer_norm_k.layer_norm_a.eps
+            of_source = steps.split(source, *of_keys[0], kind="adapt", eps=eps, low=low, **sharing)
+            _project_apart(w, x, of_source, y[1:])
         _norm_heads(attention.mha, y[1:], width)
         q, gates = y[1:, :width], y[1:, 3 * width :]
         keys = y[1:, width : 3 * width] if picked is None else y[:, width : 3 * width].index_select(0, picked)
@@ -283,18 +303,45 @@ def _adapted(rows: Tensor, scale: Tensor, shift: Tensor, eps: float, samples: in
     return torch.addcmul(shift, normed, scale).view(rows.shape)
 
 
-def _project_apart(w: Block, x: Any, source: Tensor, s_norm: Any, out: Tensor, eps: float, low: bool, sharing: Any) -> None:
-    """Write q, k, v and the gate: q and the gate of x, keys and values of `source` by the norm of the keys."""
+def _project_apart(w: Block, x: Any, keys: Any, out: Tensor) -> None:
+    """Write q, k, v and the gate: q and the gate of x, keys and values of `keys`."""
     from evoattn.pair.products import steps
 
     width = w.out.hi.shape[1]
-    weight, bias, shift = w.keys  # type: ignore[misc]
-    scale, shift = steps.product(s_norm, weight, bias, opened=True), steps.product(s_norm, shift)
-    keys = steps.split(source, scale, shift, kind="adapt", eps=eps, low=low, **sharing)
     for y, start, count in ((x, 0, width), (keys, width, 2 * width), (x, 3 * width, width)):
         part = slice(start, start + count)
         bias = None if w.qkvg_bias is None else w.qkvg_bias[part]
         steps.product(y, w.qkvg.rows(start, count), bias, out=out[:, part])
+
+
+def _is_exact() -> bool:
+    """Return whether factors need both halves."""
+    return precision() == "exact" and float32_products() != "tf32"
+
+
+def _group(channels: int, s: Tensor) -> int:
+    """Return for how many blocks `_CONDITIONS` has room. s: the condition as rows."""
+    return max(1, _CONDITIONS // (6 * channels * s.shape[0]))
+
+
+def _each_condition(prepared: Prepared, s: Tensor, channels: int, low: bool) -> Iterator[tuple[tuple[Tensor, ...], ...]]:
+    """The `OfCondition.each` of rows s, made for as many blocks at once as `_group` says."""
+    from evoattn.pair.products import steps
+
+    weights, of_condition = prepared.weights(low)
+    eps = prepared.blocks[0].attention_pair_bias.layer_norm_a.layer_norm_s.eps
+    s_norm, s_whole = steps.split(s, kind="norm", eps=eps, low=low), steps.split(s, low=low)
+    group = _group(channels, s)
+    for first in range(0, len(weights), group):
+        part = weights[first : first + group]
+        made = _conditions(of_condition, s_norm, s_whole, first, len(part), channels)
+        for w, each in zip(part, made, strict=True):
+            if w.keys is None:
+                yield each
+            else:
+                weight, bias, shift = w.keys
+                yield (*each, (steps.product(s_norm, weight, bias, opened=True), steps.product(s_norm, shift)))
+        del made, each  # their memory is free before the next ones are made
 
 
 def _shared(s: Tensor, lead: Sequence[int], positions: int) -> tuple[Tensor, int]:

@@ -11,7 +11,10 @@ from evoattn.core.devices import constant
 from evoattn.core.sizes import power_of_two
 from evoattn.kit import cards
 from evoattn.kit.arguments import StructuredKernel
+from evoattn.kit.halves import PRECISION
 from evoattn.kit.launch import launch_kernel
+from evoattn.pair.checking import Weights
+from evoattn.pair.products.steps import packed
 
 
 class Tile(NamedTuple):
@@ -29,14 +32,35 @@ class Tile(NamedTuple):
     stages: int
 
 
-def plan_constants(tile: Tile, device: torch.device, dtype: torch.dtype, channels: int) -> dict[str, Any]:
-    """The constants that all kernels have, for rows of so many channels. `dtype` is that of the products."""
+FEWEST_ROWS = 2048
+"""Rows from which float32 products are worth the launches that split their weights."""
+
+
+def takes_halves(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether float32 products of the rows of x are three of float16: in place of three of TF32, if there are many."""
+    channels = x.shape[-1]
+    return cards.split_precision(dtype, channels) == "tf32x3" and x.numel() >= FEWEST_ROWS * channels
+
+
+def split_products(weights: Weights) -> Weights:
+    """The weights, with those of products split: see `packed`."""
+    changed = {name: packed(y) for name, y in zip(type(weights)._fields, weights, strict=True) if y is not None and y.ndim == 2}
+    return weights._replace(**changed)  # type: ignore[no-any-return]
+
+
+def plan_constants(
+    tile: Tile, device: torch.device, dtype: torch.dtype, channels: int, *, halves: bool = False
+) -> dict[str, Any]:
+    """The constants that all kernels have, for rows of so many channels. `dtype` is that of the products.
+
+    halves: whether the weights of the products are split.
+    """
     return {
         "C": channels,
         "BLOCK_R": tile.rows,
         "BLOCK_C": power_of_two(channels),
         "FAST": cards.capability(device) is not None,
-        "PRECISION": cards.split_precision(dtype, channels),
+        "PRECISION": PRECISION if halves else cards.split_precision(dtype, channels),
     }
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from evoattn.kit.arguments import Affine, Number, Pointer, Specialised, kernel
+from evoattn.kit.halves import factor, load_factor, multiply, turn
 from evoattn.kit.primitives import sigmoid
 from evoattn.kit.rows import (
     affine,
@@ -59,14 +60,14 @@ class InOperands(NamedTuple):
 
 Variant = namedtuple(
     "Variant",
-    "C D BLOCK_R BLOCK_C BLOCK_D BLOCK_N PADDED NARROW FAST PRECISION HAS_MASK RESIDUAL NEEDS_WEIGHTS",
-    defaults=[False, False, False],
+    "C D BLOCK_R BLOCK_C BLOCK_D BLOCK_N PADDED NARROW FAST PRECISION TURNED HAS_MASK RESIDUAL NEEDS_WEIGHTS",
+    defaults=[False, False, False, False],
 )
 """Constants of all kernels.
 
 C and D are the channels of z and of a half, BLOCK_C and BLOCK_D the powers of two that hold them. A loop over the channels of
 both halves takes BLOCK_N at a time. PADDED: squares are longer than z's. NARROW: a tile may be longer than a side.
-FAST: see `sigmoid`.
+FAST: see `sigmoid`. TURNED: the halves have z[j, i] at (i, j).
 """
 
 
@@ -82,7 +83,7 @@ def _rows_of(tile, squares, V):
     o_r = tl.arange(0, V.BLOCK_R)
     m_r = start + o_r < rows
     start_z, o_z = start, o_r
-    if V.PADDED:
+    if V.PADDED or V.TURNED:
         first = start // padded  # counted over all batches
         batch, first_i = first // padded, (first % padded).to(tl.int32)
         o_j = (start % padded).to(tl.int32) + o_r
@@ -97,8 +98,12 @@ def _rows_of(tile, squares, V):
             o_b = (o_i >= padded).to(tl.int32)
         o_i -= o_b * padded
         m_r = m_r & (o_i < length) & (o_j < length)
-        start_z = (batch * length + first_i) * length
-        o_z = tl.where(m_r, (o_b * length + o_i - first_i) * length + o_j, _OUTSIDE)
+        if V.TURNED:
+            start_z = batch * length * length + first_i
+            o_z = tl.where(m_r, (o_b * length + o_j).to(tl.int64) * length + o_i - first_i, _OUTSIDE)
+        else:
+            start_z = (batch * length + first_i) * length
+            o_z = tl.where(m_r, (o_b * length + o_i - first_i) * length + o_j, _OUTSIDE)
         m_r = o_z != _OUTSIDE  # so that one vector is kept, not two
     return start, start_z, o_z, m_r
 
@@ -117,8 +122,8 @@ def gate_in_kernel(
     o_c = tl.arange(0, V.BLOCK_C)
     m_rc = m_r[:, None] & (o_c < V.C)[None, :]
     b_x, _, _ = normalise_tile(load_rows(z, o_z, m_rc, o_c, V.C), m_rc, eps, V.C, 1)  # [r,c]
-    b_y = load_affine(b_x, norm, o_c, V.C, 1).to(p.w.dtype.element_ty)
-    b_y = tl.trans(b_y)  # [c,r]
+    b_y = factor(load_affine(b_x, norm, o_c, V.C, 1), p.w, 1, V.PRECISION)
+    b_y = turn(b_y, V.PRECISION)  # [c,r]
     b_m = m_r.to(tl.float32)
     if V.HAS_MASK:
         b_m = tl.load(mask + o_z, mask=m_r, other=0.0).to(tl.float32)
@@ -126,8 +131,8 @@ def gate_in_kernel(
     for first in range(0, N, V.BLOCK_N):
         o_n = first + tl.arange(0, V.BLOCK_N)
         # p = W_p y^T, g = W_g y^T
-        b_p = product(load_weight(p.w, o_n, o_c, N, V.C), b_y, V.PRECISION)  # [n,r]
-        b_g = product(load_weight(g.w, o_n, o_c, N, V.C), b_y, V.PRECISION)
+        b_p = multiply(load_factor(p.w, o_n, o_c, N, V.C, V.PRECISION), b_y, V.PRECISION)  # [n,r]
+        b_g = multiply(load_factor(g.w, o_n, o_c, N, V.C, V.PRECISION), b_y, V.PRECISION)
         b_p = b_p + load_vector(p.b, o_n, N)[:, None]
         b_g = b_g + load_vector(g.b, o_n, N)[:, None]
         b_ab = (b_p * sigmoid(b_g, V.FAST) * b_m[None, :]).to(ab.dtype.element_ty)
@@ -147,13 +152,14 @@ def gate_out_kernel(
     o_c, o_d = tl.arange(0, V.BLOCK_C), tl.arange(0, V.BLOCK_D)
     m_rc, m_dr = m_r[:, None] & (o_c < V.C)[None, :], (o_d < V.D)[:, None] & (start + o_r < squares.rows)[None, :]
     b_x, _, _ = normalise_tile(load_columns(t, o_d, m_dr, o_r, squares.rows), m_dr, eps, V.D, 0)  # [d,r]
-    b_n = load_affine(b_x, norm_out, o_d, V.D, 0).to(p.w.dtype.element_ty)
+    b_n = factor(load_affine(b_x, norm_out, o_d, V.D, 0), p.w, 0, V.PRECISION)
     # u = n W_p^T
-    b_u = product(tl.trans(b_n), tl.trans(load_weight(p.w, o_c, o_d, V.C, V.D)), V.PRECISION)  # [r,c]
+    b_n = turn(b_n, V.PRECISION)  # [r,d]
+    b_u = multiply(b_n, turn(load_factor(p.w, o_c, o_d, V.C, V.D, V.PRECISION), V.PRECISION), V.PRECISION)  # [r,c]
     b_x, _, _ = normalise_tile(load_rows(z, o_z, m_rc, o_c, V.C), m_rc, eps, V.C, 1)  # [r,c]
-    b_y = load_affine(b_x, norm_in, o_c, V.C, 1).to(p.w.dtype.element_ty)
+    b_y = factor(load_affine(b_x, norm_in, o_c, V.C, 1), p.w, 1, V.PRECISION)
     # g = y W_g^T
-    b_g = product(b_y, tl.trans(load_weight(g.w, o_c, o_c, V.C, V.C)), V.PRECISION)
+    b_g = multiply(b_y, turn(load_factor(g.w, o_c, o_c, V.C, V.C, V.PRECISION), V.PRECISION), V.PRECISION)
     b_u = (b_u + load_vector(p.b, o_c, V.C)[None, :]) * sigmoid(b_g + load_vector(g.b, o_c, V.C)[None, :], V.FAST)
     if V.RESIDUAL:  # read again: held in registers since the norm, it would halve the programs of a multiprocessor
         b_u += load_rows(z, o_z, m_rc, o_c, V.C)

@@ -21,8 +21,18 @@ from evoattn.dispatch.distributed import Split
 from evoattn.kit.arguments import StructuredKernel
 from evoattn.kit.cards import shared_memory_limit
 from evoattn.pair.checking import cast_gradients, result_dtype
-from evoattn.pair.launching import Tile, launch_rows, norm_parameters, or_zeros, plan_constants
+from evoattn.pair.launching import (
+    Tile,
+    launch_rows,
+    norm_parameters,
+    or_zeros,
+    plan_constants,
+    split_products,
+    takes_halves,
+)
 from evoattn.pair.multiplication import kernels, products
+from evoattn.pair.products.call import WIDEST
+from evoattn.pair.products.steps import multiply_squares
 from evoattn.pair.values import MultiplicationOptions, MultiplicationWeights
 
 _MOST_BYTES = 512
@@ -38,6 +48,13 @@ _TILES = {
     "gate_in_backward": Tile(64, 32, 4, 3),
 }
 """For 128 channels in 16 bits: the fastest of 30, 17, 14 and 40 on an H100 at 1,024 residues."""
+
+
+_HALVES_TILES = {"gate_in": Tile(128, 64, 8, 2), "gate_out": Tile(64, 0, 8, 1)}
+"""For float32 by products of float16, of up to 128 channels."""
+
+_SIDES = 16
+"""The sides of the squares are multiples of this if they are split: loads along a row are 16 bytes wide."""
 
 
 def takes(device: torch.device, dtype: torch.dtype, channels: int, hidden: int) -> bool:
@@ -60,6 +77,8 @@ def forward(
 
     z is `[B, L, L, C]`, or the part `[B, I, J, C]` of this process; the mask is like it. `out` may be z; the result is no view.
     """
+    if split is None and not save and z.shape[1] <= WIDEST and takes_halves(z, weights.product_dtype()):
+        return (_forward_in_halves(z, mask, weights, options, out),)
     squares, padded = (z, products.side(z.shape[1])) if split is None else (_ones(z), 1)
     ab = gate_in(squares, mask, weights, options, padded)
     if split is not None:
@@ -70,6 +89,19 @@ def forward(
     out = torch.empty_like(z, dtype=result_dtype(z, weights, options)) if out is None else out
     gate_out(squares, t.view(-1, squares.shape[0], padded, padded), weights, options, out.view(squares.shape))
     return (out, *saved, t) if save else (out,)
+
+
+def _forward_in_halves(
+    z: Tensor, mask: Tensor | None, weights: MultiplicationWeights, options: MultiplicationOptions, out: Tensor | None
+) -> Tensor:
+    """`forward` by products of float16. Halves of incoming edges are turned, so that the product sums over their rows."""
+    length, w = z.shape[1], split_products(weights)
+    ab = gate_in(z, mask, w, options, length + -length % _SIDES, halves=True)
+    t = multiply_squares(ab)
+    del ab
+    out = torch.empty_like(z, dtype=result_dtype(z, weights, options)) if out is None else out
+    gate_out(z, t, w, options, out, halves=True)
+    return out
 
 
 def backward(
@@ -127,25 +159,43 @@ def _weight_gradients(
 
 
 def gate_in(
-    z: Tensor, mask: Tensor | None, weights: MultiplicationWeights, options: MultiplicationOptions, padded: int
+    z: Tensor,
+    mask: Tensor | None,
+    weights: MultiplicationWeights,
+    options: MultiplicationOptions,
+    padded: int,
+    *,
+    halves: bool = False,
 ) -> Tensor:
-    """Make both halves, `mask * sigmoid(g_in(y)) * p_in(y)` with `y = norm_in(z)`: `[2 D, B, P, P]`."""
+    """Make both halves, `mask * sigmoid(g_in(y)) * p_in(y)` with `y = norm_in(z)`: `[2 D, B, P, P]`.
+
+    halves: whether the weights of products are split. Then incoming edges have z[j, i] at (i, j).
+    """
     w, channels = weights, weights.p_in_weight.shape[0]
     ab = torch.empty((channels, z.shape[0], padded, padded), dtype=w.product_dtype(), device=z.device)
     tensors = (z, z if mask is None else mask, *_input_weights(z, w), ab)
-    tile = _tile("gate_in", z, w)
-    _launch(kernels.gate_in_kernel, tile, tensors, z, w, padded, options.eps, HAS_MASK=mask is not None)
+    flags = {"TURNED": halves and not options.outgoing, "HAS_MASK": mask is not None}
+    tile = _tile("gate_in", z, w, halves)
+    _launch(kernels.gate_in_kernel, tile, tensors, z, w, padded, options.eps, halves, **flags)
     return ab
 
 
-def gate_out(z: Tensor, t: Tensor, weights: MultiplicationWeights, options: MultiplicationOptions, out: Tensor) -> None:
+def gate_out(
+    z: Tensor,
+    t: Tensor,
+    weights: MultiplicationWeights,
+    options: MultiplicationOptions,
+    out: Tensor,
+    *,
+    halves: bool = False,
+) -> None:
     """Write the update `sigmoid(g_out(y)) * p_out(norm_out(t))`, or z + update, into `out`.
 
-    `out` may be z: a program reads its rows before it writes them.
+    `out` may be z: a program reads its rows before it writes them. halves: whether the weights of products are split.
     """
     tensors = (z, t, *_output_weights(z, weights), out)
-    tile = _tile("gate_out", z, weights)
-    _launch(kernels.gate_out_kernel, tile, tensors, z, weights, t.shape[-1], options.eps, RESIDUAL=options.residual)
+    tile = _tile("gate_out", z, weights, halves)
+    _launch(kernels.gate_out_kernel, tile, tensors, z, weights, t.shape[-1], options.eps, halves, RESIDUAL=options.residual)
 
 
 def gate_out_backward(
@@ -207,7 +257,9 @@ def gate_in_backward(
     return dz, kernels.InOperands(dpg, y, sums.sum(0)) if needs_weights else None
 
 
-def _tile(step: str, z: Tensor, weights: MultiplicationWeights) -> Tile:
+def _tile(step: str, z: Tensor, weights: MultiplicationWeights, halves: bool = False) -> Tile:
+    if halves:
+        return _HALVES_TILES[step]
     return _narrow(_TILES[step], max(z.shape[-1], weights.p_out_weight.shape[1]), weights.product_dtype())
 
 
@@ -226,12 +278,13 @@ def _launch(
     w: MultiplicationWeights,
     padded: int,
     eps: float,
+    halves: bool = False,
     **flags: bool,
 ) -> None:
     """Launch a step's kernel over all positions of the padded squares."""
     length, hidden, rows = z.shape[1], w.p_out_weight.shape[1], z.shape[0] * padded * padded
     variant = kernels.Variant(
-        **plan_constants(tile, z.device, w.product_dtype(), z.shape[-1]),
+        **plan_constants(tile, z.device, w.product_dtype(), z.shape[-1], halves=halves),
         D=hidden,
         BLOCK_D=power_of_two(hidden),
         BLOCK_N=min(tile.channels, power_of_two(2 * hidden)),

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from evoattn.kit.arguments import Number, Pointer, Specialised, kernel
+from evoattn.kit.halves import exponents, unit_of
 from evoattn.kit.norm import Rows
 from evoattn.kit.overlap import wait_to_load
 from evoattn.kit.primitives import sigmoid
@@ -34,7 +35,10 @@ from evoattn.kit.rows import load_vector, normalise_tile
 
 
 class SplitView(NamedTuple):
-    """A split matrix `[R, K]`: hi and lo `[R, K]` in float16, and unit `[R]` in float32. All are contiguous."""
+    """A split matrix `[R, K]`: hi and lo `[R, K]` in float16, and unit `[R]` in float32.
+
+    All are contiguous. In place of a float32 matrix, the K numbers of lo follow those of hi in each row.
+    """
 
     hi: Pointer
     lo: Pointer
@@ -46,8 +50,8 @@ Sharing = namedtuple("Sharing", "positions samples")
 
 SplitVariant = namedtuple(
     "SplitVariant",
-    "C BLOCK_R BLOCK_C NORM ADAPT GATE SWIGLU FACTOR LOW FAST WAIT",
-    defaults=[False, False, False, 0, False, True, True, 0],
+    "C BLOCK_R BLOCK_C NORM ADAPT GATE SWIGLU FACTOR LOW IN_PLACE FAST WAIT",
+    defaults=[False, False, False, 0, False, True, False, True, 0],
 )
 """Constants of `split_kernel`. What is split, of rows x, a and b:
 
@@ -55,15 +59,19 @@ NORM: norm(x). With ADAPT, norm(x) a + b.
 GATE: x sigmoid(a).
 SWIGLU: 2, silu(x) a; 3, silu(x) a b.
 FACTOR: x times a factor for each channel.
-LOW: whether lo is wanted. FAST: see `sigmoid`. WAIT: see `overlap`.
+LOW: whether lo is wanted. IN_PLACE: hi and lo are written over x. FAST: see `sigmoid`. WAIT: see `overlap`.
 """
 
 ProductVariant = namedtuple(
     "ProductVariant",
-    "BLOCK_M BLOCK_N BLOCK_K EVEN LOW BIAS SIGMOID GATE MASK RESIDUAL FAST WAIT",
-    defaults=[False, False, False, False, False, True, 0],
+    "BLOCK_M BLOCK_N BLOCK_K EVEN LOW BIAS SIGMOID GATE MASK RESIDUAL BATCHED FAST WAIT",
+    defaults=[False, False, False, False, False, False, True, 0],
 )
-"""Constants of `product_kernel`. EVEN: K is a multiple of BLOCK_K. LOW: whether lo is there, else hi alone is multiplied."""
+"""Constants of `product_kernel`.
+
+EVEN: K is a multiple of BLOCK_K. LOW: whether lo is there, else hi alone is multiplied.
+BATCHED: x, w and out are several matrices each, one below the other, and x and w were split in place.
+"""
 
 
 @triton.jit
@@ -97,16 +105,15 @@ def split_kernel(
             b_x *= tl.load(b.p + o_r[:, None] * b.r + o_c[None, :], mask=m_rc, other=0.0)
     if V.FACTOR:
         b_x *= load_vector(factor, o_c, V.C)[None, :]
-    b_exponent = tl.max((b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >> 23, 1)  # [r], 255 for infinity and NaN
+    b_exponent = exponents(b_x, 1)  # [r]
     b_finite = b_exponent < 255
-    b_exponent = tl.maximum(b_exponent, 15)
-    b_unit = tl.where(b_finite, ((b_exponent - 14) << 23).to(tl.float32, bitcast=True), 0.0)
-    b_scale = ((268 - b_exponent) << 23).to(tl.float32, bitcast=True)
+    b_unit, b_scale = unit_of(tl.maximum(b_exponent, 15))
+    b_unit = tl.where(b_finite, b_unit, 0.0)
     b_sign = tl.where(b_x > 0, 1.0, tl.where(b_x < 0, -1.0, 0.0))
     b_sign = tl.where((b_x - b_x) == 0, b_sign, b_x)
     b_x = tl.where(b_finite[:, None], b_x * b_scale[:, None], b_sign)
     b_hi = b_x.to(tl.float16)
-    p = o_r[:, None] * V.C + o_c[None, :]
+    p = o_r[:, None] * (2 * V.C if V.IN_PLACE else V.C) + o_c[None, :]
     tl.store(out.hi + p, b_hi, mask=m_rc)
     tl.store(out.unit + o_r, b_unit, mask=m_r)
     if V.LOW:
@@ -128,6 +135,14 @@ def _whole(p_hi, p_lo, o_row, o_k, columns, V):
     return b + _load(p_lo, o_row, o_k, columns, V).to(tl.float32) / 2048.0 if V.LOW else b
 
 
+@triton.jit
+def _batch(x, w, out, batch, m, n, step):
+    """The matrices of a batch. step: from row to row of x and w."""
+    x = SplitView(x.hi + batch * m * step, x.lo + batch * m * step, x.unit + batch * m)
+    w = SplitView(w.hi + batch * n * step, w.lo + batch * n * step, w.unit + batch * n)
+    return x, w, Rows(out.p + batch * m * out.r, out.r)
+
+
 @kernel
 def product_kernel(
     x: SplitView, w: SplitView, bias: Pointer, gate: Rows, mask: Pointer, base: Rows, out: Rows,
@@ -141,13 +156,18 @@ def product_kernel(
     those of the step before inside the tensor core.
     """
     tiles_n = tl.cdiv(n, V.BLOCK_N)
+    program, step = tl.program_id(0), k
+    if V.BATCHED:
+        tiles, step = tl.cdiv(m, V.BLOCK_M) * tiles_n, 2 * k
+        x, w, out = _batch(x, w, out, (program // tiles).to(tl.int64), m, n, step)
+        program %= tiles
     group = 8 * tiles_n  # tiles that run together share rows of x and of w
-    first = tl.program_id(0) // group * 8
+    first = program // group * 8
     height = tl.minimum(tl.cdiv(m, V.BLOCK_M) - first, 8)
-    o_m = (first + tl.program_id(0) % group % height) * V.BLOCK_M + tl.arange(0, V.BLOCK_M)
-    o_n = tl.program_id(0) % group // height * V.BLOCK_N + tl.arange(0, V.BLOCK_N)
+    o_m = (first + program % group % height) * V.BLOCK_M + tl.arange(0, V.BLOCK_M)
+    o_n = program % group // height * V.BLOCK_N + tl.arange(0, V.BLOCK_N)
     o_k = tl.arange(0, V.BLOCK_K)
-    o_mk, o_nk = (o_m % m).to(tl.int64)[:, None] * k, (o_n % n).to(tl.int64)[None, :] * k
+    o_mk, o_nk = (o_m % m).to(tl.int64)[:, None] * step, (o_n % n).to(tl.int64)[None, :] * step
     wait_to_load(V.WAIT)
     b_acc = tl.zeros((V.BLOCK_M, V.BLOCK_N), tl.float32)
     b_low = tl.zeros((V.BLOCK_M, V.BLOCK_N), tl.float32)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evoattn.core.devices import processors
+from evoattn.core.devices import constant, processors
 from evoattn.core.sizes import power_of_two
 from evoattn.kit import cards
 from evoattn.kit.launch import launch_kernel
@@ -32,6 +32,12 @@ class Halves(NamedTuple):
         """Halves without values."""
         hi = torch.empty((2 if low else 1, rows, channels), dtype=torch.float16, device=device)
         return Halves(hi[0], hi[1] if low else None, torch.empty(rows, dtype=torch.float32, device=device))
+
+    @staticmethod
+    def inside(x: Tensor) -> Halves:
+        """Halves in the place of a float32 matrix `[R, K]`, which is contiguous."""
+        hi, lo = x.view(torch.float16).chunk(2, -1)
+        return Halves(hi, lo, torch.empty(x.shape[0], dtype=torch.float32, device=x.device))
 
     def rows(self, first: int, count: int) -> Halves:
         """Some rows, as views."""
@@ -90,6 +96,7 @@ def split(
         SWIGLU=0 if kind != "swiglu" else 2 if b is None else 3,
         FACTOR=factor is not None,
         LOW=low,
+        IN_PLACE=out.hi.stride(0) != channels,
         FAST=cards.capability(x.device) is not None,
         WAIT=early(x.device),
     )
@@ -110,6 +117,14 @@ def split(
         **follows(x.device),
     )
     return out
+
+
+def split_normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Halves:
+    """Split norm(x) weight + bias, for x `[R, K]` and a norm whose weight and bias `[K]` may be None."""
+    if bias is None:
+        return split(x, kind="norm", factor=weight, eps=eps)
+    weight = constant(1.0, bias.shape, bias.dtype, bias.device) if weight is None else weight
+    return split(x, *(y.contiguous().expand(x.shape) for y in (weight, bias)), kind="adapt", eps=eps)
 
 
 def split_weights(weights: Sequence[Tensor], *, factors: Sequence[Tensor | None] | None = None, low: bool = True) -> Halves:
@@ -134,6 +149,7 @@ def product(
     base: Tensor | None = None,
     samples: int = 1,
     positions: int = 1,
+    batches: int = 1,
     out: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -146,6 +162,8 @@ def product(
         gate: `[M / samples, N]`: rows of x are `[B, samples, positions]`, and samples share it.
         mask: `[M]`.
         base: `[M, N]`.
+        batches: how many products of matrices `[M / batches, K]` and `[N / batches, K]` there are. x and w are `Halves.inside`
+            of float32 matrices, N is N / batches for the result, and there is no other argument.
         out: `[M, N]`, which is written and may be base, or None.
         dtype: of the result without `out`.
 
@@ -153,9 +171,11 @@ def product(
         `[M, N]` in `dtype`, or `out`.
     """
     (m, k), n = x.hi.shape, w.hi.shape[0]
+    n //= batches
     out = torch.empty((m, n), dtype=dtype, device=x.hi.device) if out is None else out
     low = x.lo is not None and w.lo is not None
-    tile = tile_of(m, n, k, x.hi.device, low=low)
+    m //= batches
+    tile = tile_of(m, n, k, x.hi.device, low=low, batches=batches)
     variant = kernels.ProductVariant(
         tile.m,
         tile.n,
@@ -167,6 +187,7 @@ def product(
         GATE=gate is not None,
         MASK=mask is not None,
         RESIDUAL=base is not None,
+        BATCHED=x.hi.stride(0) != k,
         FAST=cards.capability(out.device) is not None,
         WAIT=early(out.device),
     )
@@ -175,7 +196,7 @@ def product(
     others = [x.unit if y is None else y for y in (bias, gate, mask, base)]
     launch_kernel(
         kernels.product_kernel,
-        -(-m // tile.m) * -(-n // tile.n),
+        batches * -(-m // tile.m) * -(-n // tile.n),
         (*halves, *others, out),
         gate=Rows(None, 0 if gate is None else gate.stride(0)),
         base=Rows(None, 0 if base is None else base.stride(0)),
@@ -191,6 +212,24 @@ def product(
         **follows(out.device),
     )
     return out
+
+
+def multiply_squares(ab: Tensor) -> Tensor:
+    """t[i,j] = sum over k of a[i,k] b[j,k] for halves a, then b, `[2 D, B, P, P]` in float32. It writes over them."""
+    rows = ab.view(-1, ab.shape[-1])
+    halves = split(rows, out=Halves.inside(rows))
+    count = rows.shape[0] // 2
+    t = product(halves.rows(0, count), halves.rows(count, count), batches=count // ab.shape[-1])
+    return t.view(-1, *ab.shape[1:])
+
+
+def packed(weight: Tensor) -> Tensor:
+    """A weight `[N, K]` as `kit.halves.load_factor` reads it: halves in the bits of as many numbers, with unit behind them."""
+    numbers = weight.numel()
+    memory = torch.empty(numbers + weight.shape[0], dtype=torch.float32, device=weight.device)
+    hi, lo = memory[:numbers].view(torch.float16).view(2, *weight.shape)
+    split(weight, out=Halves(hi, lo, memory[numbers:]))
+    return memory[:numbers].view(weight.shape)
 
 
 class _Choice(NamedTuple):
@@ -217,13 +256,13 @@ _TILES = {
 """By whether lo is multiplied too: the fastest of 71 and 36 tiles for the products of Boltz-2's denoiser on an H100."""
 
 
-def tile_of(m: int, n: int, k: int, device: torch.device, *, low: bool) -> ProductTile:
-    """The tile of a product `[M, K] [N, K]^T` that keeps all processors busy for the shortest time."""
+def tile_of(m: int, n: int, k: int, device: torch.device, *, low: bool, batches: int = 1) -> ProductTile:
+    """The tile of products `[M, K] [N, K]^T` that keeps all processors busy for the shortest time."""
     count, memory = processors(device), cards.shared_memory_limit(device)
 
     def time(choice: _Choice) -> float:
         tile, resident, slowness = choice
-        waves = -(-(-(-m // tile.m) * -(-n // tile.n)) // (count * resident))
+        waves = -(-(batches * -(-m // tile.m) * -(-n // tile.n)) // (count * resident))
         return waves * resident * tile.m * tile.n * slowness
 
     fitting = [x for x in _TILES[low] if (x.tile.m + x.tile.n) * x.tile.k * x.tile.stages * (4 if low else 2) <= memory]

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from evoattn.kit.arguments import Affine, Number, Pointer, Specialised, kernel
+from evoattn.kit.halves import factor, load_factor, multiply, turn
 from evoattn.kit.primitives import sigmoid
 from evoattn.kit.rows import load_affine, load_rows, load_vector, load_weight, normalise_tile, normalise_tile_backward, product
 
@@ -43,7 +44,7 @@ Variant = namedtuple(
 @triton.jit
 def _projection(b_y, b_w, bias, o_h, V):
     """y W^T + bias `[r, h]` for rows y `[r, c]` and a block of a weight `[h, c]`."""
-    b_a = product(b_y, tl.trans(b_w), V.PRECISION)
+    b_a = multiply(b_y, turn(b_w, V.PRECISION), V.PRECISION)
     if V.HAS_BIAS:
         b_a += load_vector(bias, o_h, V.H)[None, :]
     return b_a
@@ -63,18 +64,19 @@ def forward_kernel(
     m_rc = m_r[:, None] & (o_c < V.C)[None, :]
     p_x = x + start * V.C
     b_x, _, _ = normalise_tile(load_rows(p_x, o_r, m_rc, o_c, V.C), m_rc, eps, V.C, 1)  # [r,c]
-    b_y = load_affine(b_x, norm, o_c, V.C, 1).to(a.w.dtype.element_ty)
+    b_y = factor(load_affine(b_x, norm, o_c, V.C, 1), a.w, 1, V.PRECISION)
     b_o = tl.zeros((V.BLOCK_R, V.BLOCK_C), tl.float32)
     for first in range(0, V.H, V.BLOCK_H):
         o_h = first + tl.arange(0, V.BLOCK_H)
-        b_a = _projection(b_y, load_weight(a.w, o_h, o_c, V.H, V.C), a.b, o_h, V)  # [r,h]
+        b_a = _projection(b_y, load_factor(a.w, o_h, o_c, V.H, V.C, V.PRECISION), a.b, o_h, V)  # [r,h]
         if V.GATED:
-            b_b = _projection(b_y, load_weight(b.w, o_h, o_c, V.H, V.C), b.b, o_h, V)
+            b_b = _projection(b_y, load_factor(b.w, o_h, o_c, V.H, V.C, V.PRECISION), b.b, o_h, V)
             b_a = b_a * sigmoid(b_a, V.FAST) * b_b
         else:
             b_a = tl.where(b_a <= 0, 0.0, b_a)
         # o += u W_o^T
-        b_o = product(b_a.to(o.w.dtype.element_ty), tl.trans(load_weight(o.w, o_c, o_h, V.C, V.H)), V.PRECISION, b_o)
+        b_u = factor(b_a, o.w, 1, V.PRECISION)
+        b_o = multiply(b_u, turn(load_factor(o.w, o_c, o_h, V.C, V.H, V.PRECISION), V.PRECISION), V.PRECISION, b_o)
     b_o += load_vector(o.b, o_c, V.C)[None, :]
     if V.HAS_MASK:
         b_o *= tl.load(mask + start + o_r, mask=m_r, other=0.0).to(tl.float32)[:, None]

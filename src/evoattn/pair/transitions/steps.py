@@ -13,7 +13,15 @@ from evoattn.core.sizes import power_of_two
 from evoattn.kit import cards
 from evoattn.kit.arguments import StructuredKernel
 from evoattn.pair.checking import WIDENS, cast_gradients, result_dtype
-from evoattn.pair.launching import Tile, launch_rows, norm_parameters, or_zeros, plan_constants
+from evoattn.pair.launching import (
+    Tile,
+    launch_rows,
+    norm_parameters,
+    or_zeros,
+    plan_constants,
+    split_products,
+    takes_halves,
+)
 from evoattn.pair.transitions import kernels
 from evoattn.pair.values import TransitionOptions, TransitionWeights
 
@@ -36,6 +44,7 @@ _TILES = {
     "backward": Tile(64, 32, 4, 3),
     "forward, wide": Tile(64, 32, 8, 2),
     "backward, wide": Tile(64, 32, 4, 1),
+    "forward, halves": Tile(64, 64, 4, 2),
     "backward, float32": Tile(64, 32, 8, 1),
     "backward, little shared memory": Tile(64, 32, 4, 2),
 }
@@ -69,12 +78,14 @@ def forward(
 ) -> tuple[Tensor]:
     """Compute the update, or x + update. It is written into `out`, which may be x itself, or into a new tensor.
 
-    `save` changes nothing: the backward reads no other tensors than the arguments. A transition needs no split.
+    Without `save`, which is inference, float32 products may be three of float16. The backward reads no other tensors than the
+    arguments. A transition needs no split.
     """
     out = torch.empty_like(x, dtype=result_dtype(x, weights, options)) if out is None else out
-    w = weights
+    halves = not save and takes_halves(x, weights.product_dtype())
+    w = split_products(weights) if halves else weights
     tensors = (x, x if mask is None else mask, *_input_weights(x, w), w.out_weight, or_zeros(w.out_bias, x, x.shape[1]), out)
-    _launch("forward", kernels.forward_kernel, tensors, x, mask, weights, options)
+    _launch("forward", kernels.forward_kernel, tensors, x, mask, weights, options, halves=halves)
     return (out,)
 
 
@@ -167,10 +178,11 @@ def _launch(
     options: TransitionOptions,
     *,
     needs_weights: bool = False,
+    halves: bool = False,
 ) -> None:
-    tile = _tile(step, x, w)
+    tile = _TILES["forward, halves"] if halves else _tile(step, x, w)
     variant = kernels.Variant(
-        **plan_constants(tile, x.device, w.product_dtype(), x.shape[1]),
+        **plan_constants(tile, x.device, w.product_dtype(), x.shape[1], halves=halves),
         H=w.hidden,
         BLOCK_H=tile.channels,
         GATED=w.b_weight is not None,

@@ -16,6 +16,7 @@ from evoattn.clients.layers import FEW, sites
 from evoattn.clients.site import Client, PassedOn, Site, replacement
 from evoattn.compat.openfold import attention
 from evoattn.nn.attention import add_residual
+from evoattn.nn.project import linear
 from evoattn.nn.submodules import has_hooks
 from evoattn.nn.transition import Transition
 
@@ -36,7 +37,7 @@ def _sequence(
     self: Any, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None, indices: Any = None
 ) -> tuple[Tensor, None]:
     """The maps of the attention, which the original returns second, are None: nobody in the model reads them."""
-    q, k, v = self.proj(x).view(*x.shape[:2], self.num_heads, -1).permute(0, 2, 1, 3).chunk(3, dim=-1)
+    q, k, v = linear(x, self.proj).view(*x.shape[:2], self.num_heads, -1).permute(0, 2, 1, 3).chunk(3, dim=-1)
     biases = [None if bias is None else bias.permute(0, 3, 1, 2)]
     if mask is not None:
         nothing = torch.zeros((), dtype=q.dtype, device=q.device)
@@ -45,8 +46,8 @@ def _sequence(
     o = attention(self.rescale_factor * q, k, v, biases, empty_rows="native")
     y = o.transpose(1, 2).flatten(2)
     if self.gated:
-        y = self.g_proj(x).sigmoid() * y
-    return self.o_proj(y), None
+        y = linear(x, self.g_proj).sigmoid() * y
+    return linear(y, self.o_proj), None
 
 
 class _ResidueMlp(Transition):

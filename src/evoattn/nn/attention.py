@@ -26,6 +26,7 @@ from evoattn.empty_rows.means import EmptyRows, check_empty_rows, may_be_empty, 
 from evoattn.nn.initial import Layer, start
 from evoattn.nn.project import layer_norm, linear, project
 from evoattn.nn.submodules import call, is_linear
+from evoattn.pair.products.call import linear_of_layer
 
 MaybeTensor = TypeVar("MaybeTensor", bound="Tensor | None")
 
@@ -267,6 +268,9 @@ def gated_linear(o: Tensor, g: Tensor, module: nn.Linear) -> Tensor:
     if not is_linear(module):
         return call(module, _gate(o, g)[0], o.dtype)
     bias = None if module.bias is None else module.bias.to(o.dtype)
+    in_halves = linear_of_layer(o, module.weight.to(o.dtype), bias, gate=g)
+    if in_halves is not None:
+        return in_halves
     rows: Tensor = _GatedLinear.apply(o, g, module.weight.to(o.dtype), bias)  # type: ignore[no-untyped-call]
     return rows.view(*g.shape[:-1], rows.shape[-1])  # a view made inside the function could not be changed in place
 

@@ -25,6 +25,7 @@ from evoattn.core.numerics import accumulate_dtype
 from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.checks import compute_dtype
 from evoattn.nn.submodules import call, is_linear, is_norm, parameter_of
+from evoattn.pair.products.call import any_linear, linear_of_layer
 
 _BYTES = 16
 """Each projection starts on a multiple of this, and so does each row: GPUs copy tiles only from such addresses."""
@@ -48,7 +49,7 @@ def linear(x: Tensor, module: nn.Linear) -> Tensor:
     if not is_linear(module):
         return call(module, x, x.dtype)
     bias = None if module.bias is None else module.bias.to(x.dtype)
-    return F.linear(x, module.weight.to(x.dtype), bias)
+    return any_linear(x, module.weight.to(x.dtype), bias)
 
 
 def project(x: Tensor, norm: nn.Module | None, linears: Sequence[nn.Linear]) -> list[Tensor]:
@@ -64,11 +65,15 @@ def project(x: Tensor, norm: nn.Module | None, linears: Sequence[nn.Linear]) -> 
         return [linear(normed, module) for module in linears]
     weight, bias, biased = _join(linears, dtype)
     if norm is None:
-        joined = F.linear(x.to(dtype), weight, bias)
+        joined = any_linear(x.to(dtype), weight, bias)
     else:
         affine = (norm.weight, norm.bias, norm.eps)
-        joined = _NormLinear.apply(x, *affine, dtype, weight, bias, biased)  # type: ignore[no-untyped-call]
-        joined = joined.view(*x.shape[:-1], joined.shape[-1])
+        in_halves = linear_of_layer(x, weight, bias, norm=affine)
+        if in_halves is None:
+            joined = _NormLinear.apply(x, *affine, dtype, weight, bias, biased)  # type: ignore[no-untyped-call]
+            joined = joined.view(*x.shape[:-1], joined.shape[-1])
+        else:
+            joined = in_halves
     if len(linears) == 1:  # an ordinary view, which the caller may change in place
         return [joined[..., : linears[0].out_features]]
     sizes = tuple(itertools.chain.from_iterable((module.out_features, _gap(module, dtype)) for module in linears))

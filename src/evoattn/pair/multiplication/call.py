@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from evoattn.core.devices import installed, uncast
@@ -14,6 +13,7 @@ from evoattn.dispatch.distributed import Split
 from evoattn.pair import checking
 from evoattn.pair.multiplication import products
 from evoattn.pair.operators import Operator, decided_once
+from evoattn.pair.products.call import any_linear
 from evoattn.pair.values import MultiplicationOptions, MultiplicationWeights
 
 _OPTIONAL = frozenset(name for name in MultiplicationWeights._fields if name.endswith("bias") or "norm" in name)
@@ -111,7 +111,7 @@ def reference(
     """Triangle multiplication in plain torch, which differentiates it."""
     w = weights
     y = checking.norm(z, w.norm_in_weight, w.norm_in_bias, options.eps).to(w.product_dtype())
-    ab = F.linear(y, w.p_in_weight, w.p_in_bias) * F.linear(y, w.g_in_weight, w.g_in_bias).sigmoid()
+    ab = any_linear(y, w.p_in_weight, w.p_in_bias) * any_linear(y, w.g_in_weight, w.g_in_bias).sigmoid()
     if mask is not None:
         ab = ab * mask.unsqueeze(-1).to(w.product_dtype())
     if split is not None and not ab.requires_grad and any(x is not None and x.requires_grad for x in w):
@@ -119,7 +119,7 @@ def reference(
     a, b = ab.chunk(2, -1)
     t = product(a, b, split, outgoing=options.outgoing)
     n = checking.norm(t, w.norm_out_weight, w.norm_out_bias, options.eps).to(w.product_dtype())
-    update = F.linear(n, w.p_out_weight, w.p_out_bias) * F.linear(y, w.g_out_weight, w.g_out_bias).sigmoid()
+    update = any_linear(n, w.p_out_weight, w.p_out_bias) * any_linear(y, w.g_out_weight, w.g_out_bias).sigmoid()
     return z + update if options.residual else update
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,11 +11,15 @@ from torch import Tensor
 from evoattn.core import guards
 from evoattn.core.devices import installed
 from evoattn.core.keeping import made_once
+from evoattn.core.numerics import float32_products
 from evoattn.core.problem import dtype_name
 from evoattn.pair.checking import check_tensors, is_recorded
 
 WIDEST = 16384
 """Channels of the widest row that one program splits."""
+
+SMALLEST = 1 << 29
+"""Products M N K of a layer from which the launches that split x and the weight are worth their time."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, precision: str = "exact") -> Tensor:
@@ -68,8 +74,55 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, precision: 
 
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether the kernels compute a call."""
-    if not x.is_cuda or x.dtype != torch.float32 or not installed("triton") or not 0 < x.shape[-1] <= WIDEST:
+    if not x.is_cuda or x.dtype != torch.float32 or not guards.only_computes() or not installed("triton"):
         return False
-    if torch.is_autocast_enabled("cuda") or is_recorded(x, weight, bias) or not x.numel() or not weight.numel():
+    if not 0 < x.shape[-1] <= WIDEST or not x.numel() or not weight.numel():
         return False
-    return guards.only_computes() and guards.ordinary([y for y in (x, weight, bias) if y is not None])
+    if torch.is_autocast_enabled("cuda") or is_recorded(x, weight, bias):
+        return False
+    return guards.ordinary([y for y in (x, weight, bias) if y is not None])
+
+
+def linear_of_layer(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    norm: tuple[Any, Any, Any] | None = None,
+    gate: Tensor | None = None,
+) -> Tensor | None:
+    """norm(x) W^T + b, or (x sigmoid(gate)) W^T + b, in the place of a float32 product of torch.
+
+    Args:
+        x: `[*, K]`, which is expanded to the gate.
+        weight, bias: `[N, K]` and `[N]`.
+        norm: the weight and the bias of a norm, each or both None, and what is added to the variance.
+        gate: `[*, K]`.
+
+    Returns:
+        `[*, N]`; or None if torch shall compute it: where `linear` lets it, in TF32 if the user allows that, or if the product
+        is small.
+    """
+    others = (bias, gate, *(() if norm is None else norm[:2]))
+    if not _takes(x, weight, bias) or x.numel() * weight.shape[0] < SMALLEST or float32_products() == "tf32":
+        return None
+    if is_recorded(*others) or any(y is not None and y.dtype != torch.float32 for y in (weight, *others)):
+        return None
+    from evoattn.pair.products import steps
+
+    if gate is not None:
+        x = x.expand_as(gate)
+    rows = x.reshape(-1, x.shape[-1])
+    if gate is not None:
+        halves = steps.split(rows, gate.reshape(rows.shape), kind="gate")
+    elif norm is None:
+        halves = steps.split(rows)
+    else:
+        halves = steps.split_normed(rows, *norm)
+    return steps.product(halves, steps.split(weight), bias).view(*x.shape[:-1], weight.shape[0])
+
+
+def any_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear`, by the kernels if they take a float32 product of a layer."""
+    y = linear_of_layer(x, weight, bias)
+    return F.linear(x, weight, bias) if y is None else y

@@ -12,6 +12,7 @@ from evoattn.core import guards
 from evoattn.core.devices import installed
 from evoattn.pair import checking
 from evoattn.pair.operators import Operator, decided_once
+from evoattn.pair.products.call import any_linear
 from evoattn.pair.values import TransitionOptions, TransitionWeights
 
 CHUNK = 1 << 17
@@ -122,9 +123,9 @@ def reference(
 
 def dense(x: Tensor, mask: Tensor | None, w: TransitionWeights, options: TransitionOptions) -> Tensor:
     y = checking.norm(x, w.norm_weight, w.norm_bias, options.eps).to(w.product_dtype())
-    u = F.linear(y, w.a_weight, w.a_bias)
-    u = F.relu(u) if w.b_weight is None else F.silu(u) * F.linear(y, w.b_weight, w.b_bias)
-    update = F.linear(u, w.out_weight, w.out_bias)
+    u = any_linear(y, w.a_weight, w.a_bias)
+    u = F.relu(u) if w.b_weight is None else F.silu(u) * any_linear(y, w.b_weight, w.b_bias)
+    update = any_linear(u, w.out_weight, w.out_bias)
     if mask is not None:
         update = update * mask.unsqueeze(-1).to(w.product_dtype())
     return x + update if options.residual else update

@@ -11,9 +11,12 @@ import triton
 import triton.language as tl
 
 from evoattn.core import numerics
+from evoattn.kit import halves
 from evoattn.kit.arguments import PairView, RowView, View
+from evoattn.kit.halves import fixed, multiply, split_tile, turn
 
 LOG2E, LN2, NEAR = tl.constexpr(numerics.LOG2E), tl.constexpr(numerics.LN2), tl.constexpr(numerics.NEAR)
+HALVES = tl.constexpr(halves.PRECISION)
 DISTANT = tl.constexpr(3e38)
 """Marks a query whose reference is not 0, in place of its lse in the backward's statistics.
 
@@ -128,6 +131,20 @@ def subtract_reference(b_pair, b_ref):
 
 
 @triton.jit
+def _dot_keys(b_q, b_k, PRECISION: tl.constexpr, b_start=None):
+    """b_q b_k^T + b_start. For products of float16, b_q is split already."""
+    if PRECISION == HALVES:
+        return multiply(b_q, turn(split_tile(b_k, 1), PRECISION), PRECISION, b_start)
+    else:  # Triton compiles one branch alone
+        b_k = tl.trans(b_k)
+        # `tl.dot` of Triton 3.3 does not see that an acc is None if a function passes it on
+        if b_start is None:
+            return tl.dot(b_q, b_k, input_precision=PRECISION)
+        else:
+            return tl.dot(b_q, b_k, b_start, input_precision=PRECISION)
+
+
+@triton.jit
 def scores(
     b_q, b_k, b_pair, b_key_bias, unit,
     FOLD: tl.constexpr, HAS_PAIR: tl.constexpr, HAS_KEY_BIAS: tl.constexpr, PRECISION: tl.constexpr,
@@ -139,6 +156,7 @@ def scores(
     b_key_bias was divided by unit when it was prepared. Otherwise the result itself is in log2 units, since dividing by the
     scale is not safe (`cards.folds`).
 
+    PRECISION: of `tl.dot`, or the name in `kit.halves`; then b_q is split already.
     KEYS: the axis of keys. With 0, b_q is keys, b_k is queries, and b_pair and the result are [k,q].
     SEED: the accumulator starts from the key bias even without a pair bias.
     """
@@ -148,11 +166,11 @@ def scores(
         b_start = to_float32(b_pair) * (inverse * LOG2E)  # [q,k]
         if HAS_KEY_BIAS:
             b_start += tl.expand_dims(b_key_bias, 1 - KEYS)
-        return tl.dot(b_q, tl.trans(b_k), b_start, input_precision=PRECISION)
+        return _dot_keys(b_q, b_k, PRECISION, b_start)
     if (FOLD and HAS_KEY_BIAS) and SEED:
         b_start = tl.broadcast_to(tl.expand_dims(b_key_bias, 1 - KEYS), (b_q.shape[0], b_k.shape[0]))
-        return tl.dot(b_q, tl.trans(b_k), b_start, input_precision=PRECISION)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [q,k]
+        return _dot_keys(b_q, b_k, PRECISION, b_start)
+    b_s = _dot_keys(b_q, b_k, PRECISION)  # [q,k]
     if not FOLD:
         b_s *= unit
         if HAS_PAIR:
@@ -177,6 +195,15 @@ def online_softmax(b_s, b_acc, b_max, b_sum, factor):
     b_p = tl.math.exp2(b_s * factor - b_new[:, None])  # [q,k]
     b_fade = tl.math.exp2(b_max - b_new)  # [q]
     return b_p, b_acc * b_fade[:, None], b_new, b_sum * b_fade + tl.sum(b_p, 1)
+
+
+@triton.jit
+def add_values(b_acc, b_p, b_v, PRECISION: tl.constexpr):
+    """b_acc + P V, for probabilities b_p [q,k], which are at most 1, and values b_v [k,c]."""
+    if PRECISION == HALVES:
+        return multiply(fixed(b_p), split_tile(b_v, 0), PRECISION, b_acc)
+    else:  # Triton compiles one branch alone
+        return tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ this file starts itself once more with the variable set.
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,7 +33,8 @@ else:
     from evoattn.backends.triton import forward_plan
     from evoattn.backends.triton.key_bias_plan import plan_key_bias
     from evoattn.core.config import Config
-    from evoattn.kit import cards
+    from evoattn.dispatch import calls
+    from evoattn.kit import cards, halves
     from evoattn.kit import overlap as overlap_module
     from evoattn.kit.overlap import overlap
     from evoattn.kit.strides import split
@@ -74,6 +76,27 @@ else:
         check(dataclasses.replace(case, dtype=torch.bfloat16).make(seed=2))
         if LOW.index(case) % 3 == 0:
             check(dataclasses.replace(case, dtype=torch.float16).make(seed=2))
+
+    @pytest.fixture
+    def by_float16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """Products of float32 numbers are three of float16."""
+        monkeypatch.setattr(forward_plan, "FLOAT32_PRODUCTS", halves.PRECISION)
+        calls.forget()
+        yield
+        calls.forget()
+
+    @pytest.mark.usefixtures("by_float16")
+    @pytest.mark.parametrize("case", CASES[::3], ids=lambda case: getattr(case, "name", None))
+    def test_products_of_float16_agree_with_float64(case: testing.Case) -> None:
+        check(case.make(seed=1))
+
+    @pytest.mark.usefixtures("by_float16")
+    def test_products_of_float16_take_keys_and_values_of_all_sizes() -> None:
+        inputs = testing.Case("sizes", n=2, lq=20, lk=70, d=16, pair_bias="b1hqk").make(seed=4)
+        sizes = torch.logspace(-6, 6, inputs.v.shape[-1])
+        o, _ = forward(dataclasses.replace(inputs, v=inputs.v * sizes))
+        right, _ = forward(inputs)
+        torch.testing.assert_close(o / sizes, right, rtol=1e-5, atol=1e-6)
 
     TILES = (Config(block_q=16, block_k=16), Config(block_q=32, block_k=16), Config(block_q=16, block_k=64))
 

@@ -29,6 +29,10 @@ HAS_TENSOR_MAPS = importlib.util.find_spec("triton.tools.tensor_descriptor") is 
 """True if this Triton has descriptors that the host makes; 3.3, which goes with torch 2.7, has none."""
 
 
+FLOAT32_PRODUCTS = "tf32x3"
+"""Products of float32 on tensor cores: three of TF32, or `halves.PRECISION`, three of float16."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ForwardLaunches:
     """The launches of a call. Call it with the tensors, and with o, lse and reference to write.
@@ -118,7 +122,7 @@ def _launches(
         HEADS_INSIDE=layout == "bnlhd",
         TENSOR_MAP=maps,
         FOLD=cards.folds(scale),
-        PRECISION=cards.split_precision(problem.dtype, max(d, c)),
+        PRECISION=_precision(problem),
         LONG=is_long(*qkv, pair, gate),
     )
     # A pair bias that no map loads takes more registers, for addresses: with a limit they would spill.
@@ -145,6 +149,11 @@ def _launches(
         )
         launches.append(launch)
     return tuple(launches)
+
+
+def _precision(problem: Problem) -> str:
+    precision = cards.split_precision(problem.dtype, max(problem.d, problem.c))
+    return FLOAT32_PRODUCTS if precision == "tf32x3" else precision
 
 
 def tail(lk: int, tiles: Tiles) -> int:

@@ -8,12 +8,15 @@ import triton
 import triton.language as tl
 
 from evoattn.kit.arguments import Number, PairView, Pointer, RowView, Sizes, View, kernel
+from evoattn.kit.halves import split_tile
 from evoattn.kit.overlap import wait_to_load, wait_to_store
 from evoattn.kit.primitives import (
     FLOOR,
+    HALVES,
     LN2,
     LOG2E,
     NEAR,
+    add_values,
     at,
     decode,
     finish,
@@ -98,7 +101,7 @@ def _step(
         b_s = tl.where((o_in < left)[None, :], b_s, float("-inf"))
     b_p, b_acc, b_max, b_sum = online_softmax(b_s, b_acc, b_max, b_sum, factor=unit if V.FOLD else 1.0)
     # O += P V
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=V.PRECISION)  # [q,c]
+    b_acc = add_values(b_acc, b_p, b_v, V.PRECISION)  # [q,c]
     return b_acc, b_max, b_sum
 
 
@@ -160,6 +163,8 @@ def forward_kernel(
     place = Place(pair_b, pair_h, start_q, tl.minimum(o_q, left_q - 1))
 
     b_q = load_view(q.p, q, o_q, o_d, left_q, COLS=V.D, GRAIN=V.GRAIN, MASK=True)  # [q,d]
+    if V.PRECISION == HALVES:
+        b_q = split_tile(b_q, 1)
     b_acc = tl.zeros([V.BLOCK_Q, V.BLOCK_C], tl.float32)  # [q,c]
     b_max = tl.full([V.BLOCK_Q], FLOOR, tl.float32)
     b_sum = tl.zeros([V.BLOCK_Q], tl.float32)

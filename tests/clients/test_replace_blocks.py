@@ -14,6 +14,7 @@ import evoattn.nn as evoattn_nn
 from evoattn.clients import layers
 from evoattn.clients.layers import layer as patched_block
 from evoattn.clients.site import Count
+from evoattn.core.numerics import products_in
 from tests.clients import standins
 from tests.clients.standins import CHANNELS, assert_close, edges, filled, normal, pair_blocks
 from tests.clients.standins.pair_blocks import CALLS, Layer, Pairs
@@ -198,6 +199,22 @@ def test_a_block_in_float32_on_a_gpu_is_left_to_the_client(monkeypatch: pytest.M
     inputs = arguments(original)
     torch.testing.assert_close(patched_block(Pairs.forward, count)(original, *inputs), original(*inputs))
     assert (count.replaced, dict(count.passed_on)) == (0, {layers.WIDE: 1})
+
+
+@pytest.mark.parametrize("why", ["inference", "TF32", "few residues"])
+def test_a_block_in_float32_is_computed_on_tensor_cores(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In inference, unless torch is to round, or has too little to do."""
+    monkeypatch.setattr(layers, "is_float32_on_gpu", lambda _: True)
+    monkeypatch.setattr(layers, "residues", lambda *_: 287 if why == "few residues" else 288)
+    original, count = copy.deepcopy(blocks()[0]).eval().float(), Count()
+    inputs = arguments(original)
+    with torch.no_grad(), products_in("tf32" if why == "TF32" else None):
+        patched_block(Pairs.forward, count)(original, *[x.float() for x in inputs])
+    left = {} if why == "inference" else {layers.WIDE: 1}
+    assert (count.replaced, dict(count.passed_on)) == (0 if left else 1, left)
+    assert not layers._multiplies_by_float16((inputs[0].double(),)), "float64"
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: True)
+    assert not layers._multiplies_by_float16((inputs[0].float(),)), "OpenFold-3 casts to float32"
 
 
 @pytest.mark.parametrize("grad", [False, True])

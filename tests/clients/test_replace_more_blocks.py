@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import evoattn
 import evoattn.nn as evoattn_nn
+from evoattn.clients import esmfold as esmfold_client
 from tests.clients.standins import CHANNELS, assert_close, edges, filled, normal, outcome, protenix, register
 from tests.clients.standins.multiplications import In, Out
 from tests.clients.standins.pair_blocks import CALLS, Attention, Multiplied, Pairs, Wide
@@ -284,3 +285,17 @@ def test_esmfold_patched() -> None:
         assert_close(list(block(s, z, LENGTHS)), list(expected), PADDED)
     calls = {site.rpartition(":")[2]: calls for site, calls in patched.calls_by_site.items() if calls}
     assert calls == {"EsmFoldAttention.forward": 2, "EsmFoldSelfAttention.forward": 1}
+
+
+def test_a_wide_transition_of_a_sequence_is_computed_as_its_modules_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the products of other layers; by a call if somebody has to see it."""
+    layer, x = esmfold().eval().mlp_seq, states()[0].detach()
+    right, linears = layer(x), list[nn.Module]()
+    monkeypatch.setattr(esmfold_client, "WIDEST", 1)
+    monkeypatch.setattr(esmfold_client, "linear", lambda x, module: linears.append(module) or module(x))
+    torch.testing.assert_close(esmfold_client._sequence_mlp(layer, x), right)
+    assert linears == [layer.mlp[1], layer.mlp[3]]
+    handle = layer.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(esmfold_client._sequence_mlp(layer, x), right)
+    handle.remove()
+    assert len(linears) == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from evoattn.clients import graphs
 from evoattn.clients.arguments import UnknownArgument, ignore
 from evoattn.clients.blocks import KnownBlock
 from evoattn.clients.calls import projected
-from evoattn.clients.known import MULTIPLICATION, KnownLayer, transition, triangle
+from evoattn.clients.known import MULTIPLICATION, WIDEST, KnownLayer, features, transition, triangle
 from evoattn.clients.layers import FEW, sites
 from evoattn.clients.site import Client, PassedOn, Site, replacement
 from evoattn.compat.openfold import attention
@@ -68,6 +68,16 @@ def _residue_mlp(layer: Any, x: Tensor, **switches: Any) -> Tensor:
     return layer.add_to(x, None, in_place=False)  # type: ignore[no-any-return]
 
 
+def _sequence_mlp(layer: Any, x: Tensor) -> Tensor:
+    """The transition of the sequence. If it is too wide for the kernels of one, its products are those of other layers."""
+    mlp = layer.mlp
+    plain = type(mlp) is nn.Sequential and len(mlp) == 5 and "forward" not in vars(layer)
+    if not plain or has_hooks(layer) or has_hooks(mlp) or features(mlp, "in_features") <= WIDEST:
+        return layer(x)  # type: ignore[no-any-return]
+    norm, first, activation, last, drop = cast(Any, mlp)
+    return x + drop(linear(activation(linear(norm(x), first)), last))  # type: ignore[no-any-return]
+
+
 def _call_block(
     layers: Any, block: Any, sequence_state: Tensor, pairwise_state: Tensor, mask: Tensor | None = None, **_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -85,7 +95,7 @@ def _call_block(
         return drop.dropout(z.new_ones(sizes, dtype=layers.compute_dtype(z)))  # type: ignore[no-any-return]
 
     update, _maps = layers.seq_attention(layers.layernorm_1(s), mask=mask, bias=layers.pair_to_sequence(z))
-    s = layers.mlp_seq(s + layers.drop(update))
+    s = _sequence_mlp(layers.mlp_seq, s + layers.drop(update))
     z = z + layers.sequence_to_pair(s)
     pairs = None if mask is None else mask.unsqueeze(2) * mask.unsqueeze(1)
     return s, layers.run(z, pairs, draw, in_place=True)

@@ -19,7 +19,7 @@ from evoattn.nn.multiplication import JoinedTriangleMultiplication, TriangleMult
 from evoattn.nn.transition import Transition
 from evoattn.nn.triangle import TriangleAttention
 
-_WIDEST = 256
+WIDEST = 256
 """Channels of a transition. Wider ones have no kernel, and are left to the client."""
 
 _ACTIVATIONS = {"swiglu": nn.SiLU, "relu": nn.ReLU}
@@ -132,7 +132,7 @@ def transition(
     def make(client: nn.Module) -> nn.Module | None:
         channels = features(client.get_submodule(paths[1]), "in_features")
         outputs = features(client.get_submodule(paths[last]), "out_features")
-        if channels > _WIDEST or outputs != channels:
+        if channels > WIDEST or outputs != channels:
             return None
         if function and type(client.get_submodule(function)) is not _ACTIVATIONS[activation]:
             raise TypeError(f"{function} is a {type(client.get_submodule(function)).__name__}")

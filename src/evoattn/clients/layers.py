@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from evoattn.clients.arguments import positions
 from evoattn.clients.blocks import KnownBlock
@@ -16,6 +16,7 @@ from evoattn.clients.calls import is_float32_on_gpu, residues
 from evoattn.clients.known import KnownLayer
 from evoattn.clients.site import Count, Site, is_repeated
 from evoattn.clients.swap import Swap
+from evoattn.core.numerics import float32_products
 from evoattn.nn import AttentionPairBias, Transition, TriangleMultiplication
 
 FEW = 288
@@ -41,10 +42,10 @@ _swaps: weakref.WeakKeyDictionary[nn.Module, Swap] = weakref.WeakKeyDictionary()
 _FEW_RESIDUES = "float32 with few residues, where the client's own layer takes less of the host"
 
 WIDE = "float32 on a GPU, where the client's own products are faster"
-"""The reason why blocks, transitions and triangle multiplications are left to the client.
+"""The reason why blocks, transitions and triangle multiplications are left to the client, where float16 does not multiply.
 
-The kernels multiply float32 without tensor cores, as torch does by default, and reach less of the card than cuBLAS: ESMFold of
-380 residues took 4.4 s with them and 3.9 s as installed, on an H100.
+Other kernels for float32 reach less of the card than cuBLAS: ESMFold of 380 residues took 4.4 s with them and 3.9 s as
+installed, on an H100.
 """
 
 
@@ -121,12 +122,22 @@ def _current(client: nn.Module, arguments: tuple[Any, ...]) -> tuple[Swap | None
     return swap, ""
 
 
+def _multiplies_by_float16(arguments: tuple[Any, ...]) -> bool:
+    """Return whether layers compute float32 products of a call by tensor cores, and a GPU is busy with it."""
+    first = next(x for x in arguments if isinstance(x, Tensor) and x.is_floating_point())
+    if torch.is_grad_enabled() or first.dtype != torch.float32 or torch.is_autocast_enabled("cuda"):
+        return False
+    if float32_products() == "tf32" or torch.version.hip is not None:
+        return False
+    return is_repeated() or (residues(arguments) or FEW) >= FEW
+
+
 def slower_in_float32(swap: Swap, arguments: tuple[Any, ...]) -> str:
     """The reason why a float32 call on a GPU is left to the client, or ""."""
     if swap.layer is None or not is_float32_on_gpu(arguments):
         return ""
     if swap.is_block or isinstance(swap.layer, (Transition, TriangleMultiplication)):
-        return WIDE
+        return "" if _multiplies_by_float16(arguments) else WIDE
     if is_repeated() or not isinstance(swap.layer, AttentionPairBias):
         return ""
     least = FEW if torch.is_grad_enabled() else _FEW_IN_SINGLE_TRACK

@@ -44,11 +44,12 @@ def transition(
         u = silu(a(y)) * b(y)  (activation "swiglu"),  relu(a(y))  (activation "relu")
         result = mask * out(u), plus x with `residual=True`
 
-    Sums are float32 or wider. On a GPU, Triton kernels compute it, and a forward stores no tensor of the hidden channels. A
-    backward computes them again; if weights need gradients, it stores them for some rows at a time. Gradients are
-    deterministic, and have no derivative of their own. Plain torch computes what the kernels do not take: a CPU, float64, more
-    than 256 channels in 16 bits (128 before Hopper), float32 with more than 128 channels or on other cards than Hopper's, and
-    the gradient of a mask. In inference it takes 131,072 rows at a time.
+    Sums are float32 or wider. In inference without TF32, float32 products of 2,048 rows or more are three of float16 (see
+    `linear`). On a GPU, Triton kernels compute it, and a forward stores no tensor of the hidden channels. A backward computes
+    them again; if weights need gradients, it stores them for some rows at a time. Gradients are deterministic, and have no
+    derivative of their own. Plain torch computes what the kernels do not take: a CPU, float64, more than 256 channels in 16
+    bits (128 before Hopper), float32 with more than 128 channels or on other cards than Hopper's, and the gradient of a mask.
+    In inference it takes 131,072 rows at a time.
 
     Args:
         x: a pair representation, an MSA representation or any other rows, `[*, C]`, of any floating-point dtype.

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from evoattn.core.sizes import power_of_two
 from evoattn.dispatch.distributed import Split
+from evoattn.kit import cards
 from evoattn.kit.arguments import StructuredKernel
-from evoattn.kit.cards import shared_memory_limit
 from evoattn.pair.checking import cast_gradients, result_dtype
 from evoattn.pair.launching import (
     Tile,
@@ -50,8 +50,8 @@ _TILES = {
 """For 128 channels in 16 bits: the fastest of 30, 17, 14 and 40 on an H100 at 1,024 residues."""
 
 
-_HALVES_TILES = {"gate_in": Tile(128, 64, 8, 2), "gate_out": Tile(64, 0, 8, 1)}
-"""For float32 by products of float16, of up to 128 channels."""
+_HALVES_TILES = {"gate_in": Tile(64, 64, 4, 1), "gate_in, no wgmma": Tile(64, 32, 4, 1), "gate_out": Tile(64, 0, 8, 1)}
+"""For float32 by products of float16, of up to 128 channels. Without Hopper's wgmma, 64 channels at a time spill 800 bytes."""
 
 _SIDES = 16
 """The sides of the squares are multiples of this if they are split: loads along a row are 16 bytes wide."""
@@ -60,7 +60,7 @@ _SIDES = 16
 def takes(device: torch.device, dtype: torch.dtype, channels: int, hidden: int) -> bool:
     """Return whether the kernels take so many channels in this dtype of the products on this card."""
     widest = power_of_two(max(channels, hidden))
-    fits = widest <= 128 or shared_memory_limit(device) >= SHARED_MEMORY
+    fits = widest <= 128 or cards.shared_memory_limit(device) >= SHARED_MEMORY
     return fits and widest * dtype.itemsize <= _MOST_BYTES
 
 
@@ -259,7 +259,9 @@ def gate_in_backward(
 
 def _tile(step: str, z: Tensor, weights: MultiplicationWeights, halves: bool = False) -> Tile:
     if halves:
-        return _HALVES_TILES[step]
+        elsewhere = f"{step}, no wgmma"
+        hopper = (cards.capability(z.device) or (0,))[0] == 9
+        return _HALVES_TILES[step if hopper or elsewhere not in _HALVES_TILES else elsewhere]
     return _narrow(_TILES[step], max(z.shape[-1], weights.p_out_weight.shape[1]), weights.product_dtype())
 
 

@@ -44,7 +44,7 @@ _TILES = {
     "backward": Tile(64, 32, 4, 3),
     "forward, wide": Tile(64, 32, 8, 2),
     "backward, wide": Tile(64, 32, 4, 1),
-    "forward, halves": Tile(64, 64, 4, 2),
+    "forward, halves": Tile(64, 64, 4, 1),
     "backward, float32": Tile(64, 32, 8, 1),
     "backward, little shared memory": Tile(64, 32, 4, 2),
 }

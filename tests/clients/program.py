@@ -95,7 +95,11 @@ class Program:
             if terminal is not None:
                 fcntl.ioctl(os.open(terminal, os.O_RDWR), termios.TIOCSCTTY, 0)
             # A program that forks after torch has started threads of OpenMP would wait for them forever.
-            os.environ.update(PYTHONPATH=str(self.folder), TMPDIR=str(self.folder), OMP_NUM_THREADS="1")
+            paths = [
+                str(self.folder),
+                *filter(None, [os.environ.get("PYTHONPATH")]),
+            ]  # of this checkout, if it is not installed
+            os.environ.update(PYTHONPATH=os.pathsep.join(paths), TMPDIR=str(self.folder), OMP_NUM_THREADS="1")
             tempfile.tempdir = None  # as it is before a process asks for it
             sys.path.insert(0, str(self.folder))
             exec(prepare, {})

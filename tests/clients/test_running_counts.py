@@ -122,7 +122,12 @@ def test_steps_of_the_toy(program: Program, options: tuple[str, ...]) -> None:
 def test_the_processes_are_told_of_a_precision(precision: str, told: dict[str, Any]) -> None:
     options = [] if precision == "exact" else ["--precision", precision]
     assert main(["run", *options, "python"]) == 0
-    assert told["options"] == {"layers": True, "graphs": True, "precision": precision}
+    assert told["options"] == {"layers": True, "graphs": True, "precision": precision, "wait": False}
+
+
+def test_the_processes_are_told_to_wait(told: dict[str, Any]) -> None:
+    assert main(["run", "--wait", "python"]) == 0
+    assert told["options"]["wait"]
 
 
 REFUSED = {

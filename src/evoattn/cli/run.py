@@ -55,7 +55,8 @@ _TERMINAL_SIGNALS = {getattr(signal, name, None) for name in ("SIGINT", "SIGQUIT
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `run`."""
     parser.usage = (
-        "evoattn run [-h] [--patch NAME] [--no-layers] [--no-graphs] [--precision NAME] (PROGRAM | -m MODULE) [ARGUMENTS ...]"
+        "evoattn run [-h] [--patch NAME] [--no-layers] [--no-graphs] [--precision NAME] [--wait] (PROGRAM | -m MODULE) "
+        "[ARGUMENTS ...]"
     )
     parser.add_argument(
         "--patch",
@@ -83,6 +84,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"of diffusion transformers that are sampled in float32 on a GPU, of {', '.join(PRECISIONS)}; default: exact",
     )
+    parser.add_argument(
+        "--wait",
+        action="store_true",
+        help="wait for kernels that are not kept; default: the program's own code computes while they are compiled",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, as after python -m")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="a command, with its arguments")
 
@@ -106,7 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
         folder, why = _folder(at_end)
         more = {"layers": arguments.layers, "graphs": arguments.graphs}
         watched = running.modules(names, **more)
-        status = _wait(command, running.environment(folder, watched, **more, precision=arguments.precision))
+        asked = running.environment(folder, watched, **more, precision=arguments.precision, wait=arguments.wait)
+        status = _wait(command, asked)
         line = f"calls were not counted: {why}" if folder is None else running.summary(folder, names, arguments.precision)
         tell(f"evoattn run: {line}")
     return status if status >= 0 else _die_of(-status)

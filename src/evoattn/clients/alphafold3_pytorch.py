@@ -29,23 +29,30 @@ def _attend(original: Any, count: Count) -> Any:
 
         The original replaces scores where the mask is False, as cuEquivariance does: a query without a key has the mean of v.
         """
-        reason = None if self.is_local_attn else _option_of_the_original(self, memory_kv)
-        if self.is_local_attn or reason:
-            if reason:
-                count.count_passed_on(reason)
+        found: Any = PassedOn("" if self.is_local_attn else _option_of_the_original(self, memory_kv) or "")
+        if not self.is_local_attn and not found.reason:
+            found = count.compute(_full, q, k, v, mask, attn_bias, self.scale)
+        if isinstance(found, PassedOn):
+            if found.reason:
+                count.count_passed_on(found.reason)
             mask, attn_bias = _repeat(mask, q.shape[0], 2), _repeat(attn_bias, q.shape[0], 4)
             return original(self, q, k, v, mask, windowed_mask, attn_bias, memory_kv)  # type: ignore[no-any-return]
         count.count_replaced()
-        groups, bias = q.shape[0], q.new_zeros(1) if attn_bias is None else attn_bias
-        if bias.ndim == 4:
-            groups, bias = bias.shape[0], bias.unsqueeze(1)
-        rows = q.shape[0] // groups
-        if mask is not None:
-            mask = mask.unflatten(0, (groups, rows) if mask.shape[0] == q.shape[0] else (mask.shape[0], 1))[:, :, None, None]
-        q, k, v = (x.unflatten(0, (groups, rows)) for x in (q, k, v))
-        return triangle_attention(q, k, v, bias, mask, self.scale).flatten(0, 1)
+        return found  # type: ignore[no-any-return]
 
     return forward
+
+
+def _full(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float) -> Tensor:
+    """Full attention. Consecutive entries of q share an entry of the bias and of the mask."""
+    groups, bias = q.shape[0], q.new_zeros(1) if bias is None else bias
+    if bias.ndim == 4:
+        groups, bias = bias.shape[0], bias.unsqueeze(1)
+    rows = q.shape[0] // groups
+    if mask is not None:
+        mask = mask.unflatten(0, (groups, rows) if mask.shape[0] == q.shape[0] else (mask.shape[0], 1))[:, :, None, None]
+    q, k, v = (x.unflatten(0, (groups, rows)) for x in (q, k, v))
+    return triangle_attention(q, k, v, bias, mask, scale).flatten(0, 1)
 
 
 @replacement

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from evoattn.core import attempts
 from evoattn.core.own_code import unwrapped
 from evoattn.dispatch.axes import with_axes
 
@@ -91,4 +92,6 @@ def multiplication(
     """
     update = forwards("z")(layer, z=z, **arguments)
     adds = inplace_safe and _add_with_inplace and not arguments.get("use_cueq_triangle_kernels")
+    if adds:
+        attempts.check()  # z is the caller's
     return z.add_(update) if adds else update

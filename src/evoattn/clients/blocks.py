@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from evoattn.clients.arguments import UnknownArgument, ignore
-from evoattn.core import guards
+from evoattn.core import attempts, guards
 from evoattn.dispatch.axes import fits
 from evoattn.dispatch.distributed import is_distributed
 from evoattn.nn.attention import kept
@@ -82,6 +82,7 @@ class PairLayers(nn.Module):
         self.transition: Any = layer_of(getattr(block, transition))
         for name in called:
             setattr(self, name, getattr(block, name))
+        self._ran: set[tuple[torch.dtype, torch.Size, bool]] = set()
         self._inner = tuple(x for part in (self.layers, self.transition) for x in part.modules())
 
     def run(
@@ -106,6 +107,7 @@ class PairLayers(nn.Module):
 
         Raises:
             UnknownArgument: the mask does not have z's axes. Nothing was computed.
+            NotCompiled: the call is an attempt that was given up. z is as it was.
         """
         lead = tuple(z.shape[:-1])
         if mask is not None and (mask.ndim != len(lead) or not fits(tuple(mask.shape), lead)):
@@ -115,13 +117,20 @@ class PairLayers(nn.Module):
         is_observed = any(has_hooks(x) or "forward" in x.__dict__ for x in self._inner)
         may_overwrite = not torch.is_grad_enabled() and not is_observed and guards.only_computes()
         in_place = in_place and may_overwrite and torch.promote_types(z.dtype, self.compute_dtype(z)) == z.dtype
+        # An attempt may be given up after its first layer. Only once a call like it has run does it overwrite the caller's z.
+        kind, may_be_given_up = (z.dtype, z.shape, mask is None), attempts.may_be_given_up()
+        in_place = in_place and (not may_be_given_up or kind in self._ran)
         if in_place:
             mask, transition_mask = kept(mask, z), kept(transition_mask, z)
         for which, layer in enumerate(self.layers):
             options = end_options if end_options and which == END else {}
             z = layer.add_to(z, mask, self._drawn(z, which, draw), in_place=in_place, **options)
             in_place = may_overwrite
-        return self.transition.add_to(z, transition_mask, in_place=in_place)  # type: ignore[no-any-return]
+        z = self.transition.add_to(z, transition_mask, in_place=in_place)
+        if may_be_given_up:
+            attempts.check()  # before modules of the caller's that follow get what has no values
+            self._ran.add(kind)
+        return z
 
     def compute_dtype(self, z: Tensor) -> torch.dtype:
         return compute_dtype_of(z, *self.layers[END].mha.inputs)

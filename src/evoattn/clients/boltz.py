@@ -18,6 +18,7 @@ from evoattn.clients.known import KnownLayer, channels_of, renamed, transition, 
 from evoattn.clients.layers import FEW, layer, sites
 from evoattn.clients.site import Client, Count, Replace, Site, named, replacement
 from evoattn.compat.openfold import attention
+from evoattn.core import attempts
 from evoattn.nn.multiplication import JoinedTriangleMultiplication
 from evoattn.nn.pair_bias import AttentionPairBias
 from evoattn.nn.sharded import like, local
@@ -87,11 +88,13 @@ def _boltz1_attention(
     qkv = projected(self, s, k_in)
     if model_cache is None or "z" not in model_cache:
         z = self.proj_z(z)
-        if model_cache is not None:
-            model_cache["z"] = z
     else:
         z = model_cache["z"]
-    return attend(self, s, qkv, z, mask, multiplicity)
+    o = attend(self, s, qkv, z, mask, multiplicity)
+    attempts.check()  # what was given up leaves nothing in the caller's cache
+    if model_cache is not None:
+        model_cache["z"] = z
+    return o
 
 
 def projected(self: Any, s: Tensor, k_in: Tensor) -> tuple[Tensor, ...]:
@@ -126,12 +129,14 @@ def _pair_bias(
     pair_bias = None if model_cache is None else model_cache.get("z")
     if pair_bias is None:
         pair_bias = layer.pair_bias(z)
-        if model_cache is not None:
-            model_cache["z"] = pair_bias
     samples = (-1, multiplicity)
     keys = None if k_in is None or k_in is s else k_in.unflatten(0, samples)
     mask, bias = mask.unflatten(0, samples), pair_bias.unsqueeze(1)
-    return layer(s.unflatten(0, samples), None, mask=mask, keys=keys, pair_bias=bias).flatten(0, 1)  # type: ignore[no-any-return]
+    o: Tensor = layer(s.unflatten(0, samples), None, mask=mask, keys=keys, pair_bias=bias).flatten(0, 1)
+    attempts.check()  # what was given up leaves nothing in the caller's cache
+    if model_cache is not None:
+        model_cache["z"] = pair_bias
+    return o
 
 
 def _make_multiplication(outgoing: bool, client: Any) -> nn.Module:

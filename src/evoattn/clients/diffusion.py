@@ -20,6 +20,7 @@ from evoattn.clients.arguments import ClientsOwn, UnknownArgument
 from evoattn.clients.known import KnownLayer, share
 from evoattn.clients.layers import layer
 from evoattn.clients.site import TRANSFORMER, Count, Site
+from evoattn.core import attempts
 from evoattn.core.keeping import fact, keeps, made_once
 from evoattn.nn import diffusion_steps
 from evoattn.nn.diffusion import DiffusionTransformer, ThreefoldConditionedTransition, ToKeys
@@ -90,14 +91,17 @@ def _call_boltz1(
 ) -> Tensor:
     """The pair biases of all layers are in the cache from the first step on."""
 
-    def bias_of(number: int, block: Any) -> Tensor:
-        cache = {} if model_cache is None else model_cache.setdefault(f"layer_{number}", {})
-        if "z" not in cache:
-            cache["z"] = heads_first(block.attention_pair_bias.pair_bias(z).movedim(-3, -1))
-        return cache["z"]
-
     fused = prepared(transformer, a, s, mask)
-    return _run(fused, a, s, mask, to_keys, multiplicity, [bias_of(i, x) for i, x in enumerate(transformer.blocks)])
+    caches = [(model_cache or {}).get(f"layer_{i}", {}) for i in range(len(transformer.blocks))]
+    biases = [
+        cache["z"] if "z" in cache else heads_first(block.attention_pair_bias.pair_bias(z).movedim(-3, -1))
+        for cache, block in zip(caches, transformer.blocks, strict=True)
+    ]
+    result = _run(fused, a, s, mask, to_keys, multiplicity, biases)
+    attempts.check()  # what was given up leaves nothing in the caller's cache
+    for i, bias in enumerate(biases if model_cache is not None else ()):
+        model_cache.setdefault(f"layer_{i}", {})["z"] = bias  # type: ignore[union-attr]
+    return result
 
 
 def prepared(transformer: Any, a: Tensor, s: Tensor, *others: Tensor | None) -> diffusion_steps.Prepared:

@@ -14,7 +14,7 @@ from evoattn.clients.arguments import positions
 from evoattn.clients.blocks import KnownBlock
 from evoattn.clients.calls import is_float32_on_gpu, residues
 from evoattn.clients.known import KnownLayer
-from evoattn.clients.site import Count, Site, is_repeated
+from evoattn.clients.site import Count, PassedOn, Site, is_repeated
 from evoattn.clients.swap import Swap
 from evoattn.core.numerics import float32_products
 from evoattn.nn import AttentionPairBias, Transition, TriangleMultiplication
@@ -86,7 +86,8 @@ def layer(original: Callable[..., Any], count: Count, least: int = 0, least_trai
         if not reason:
             swap, reason = _current(self, values)
         if swap is not None:
-            result, why = swap.run(self, names, args, kwargs)
+            found = count.compute(swap.run, self, names, args, kwargs)
+            result, why = (None, found.reason) if isinstance(found, PassedOn) else found
             if why is None:
                 count.count_replaced()
                 return result

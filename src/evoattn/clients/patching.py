@@ -42,10 +42,11 @@ class Patch:
         sites: the functions that were replaced, as "module:function".
         versions: the client's version, by its name.
         precision: of diffusion transformers, as `patch` was asked for it.
+        waits: whether calls wait for their kernels to be compiled, as `patch` was asked for it.
     """
 
-    def __init__(self, tell: Callable[[str, str], None] | None = None, precision: str = "exact") -> None:
-        self.precision = precision
+    def __init__(self, tell: Callable[[str, str], None] | None = None, precision: str = "exact", waits: bool = True) -> None:
+        self.precision, self.waits = precision, waits
         self.versions: dict[str, str] = {}
         self.sites: tuple[str, ...] = ()
         self._parts: dict[str, set[str]] = {}  # of each client, those that were asked for
@@ -204,7 +205,7 @@ class Patch:
                 continue
             kind = _STEP if part == "steps" else site.kind
             tell = functools.partial(self._tell, kind) if self._tell and site.counted else None
-            count = self._counts.get((kind, str(site))) or Count(tell, self.precision)
+            count = self._counts.get((kind, str(site))) or Count(tell, self.precision, self.waits)
             if site.counted:
                 self._counts[kind, str(site)] = count
             replacement = replacements[site] = functools.wraps(original)(site.replace(original, count))
@@ -235,7 +236,14 @@ active: dict[str, Patch] = {}
 """The patch of each client that is patched."""
 
 
-def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False, precision: str | None = None) -> Patch:
+def patch(
+    name: str | None = None,
+    *,
+    layers: bool = True,
+    graphs: bool = False,
+    precision: str | None = None,
+    wait: bool | None = None,
+) -> Patch:
     """Let `evoattn` compute the pair blocks and the attention of an installed client, such as Boltz, in this process.
 
     This replaces every function of the client that computes attention, and the layers and blocks around it that `evoattn.nn`
@@ -257,13 +265,17 @@ def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False,
         precision: of the diffusion transformers that a client samples in float32 on a GPU: "exact", "tf32" or "bf16", as
             `evoattn.nn.sampling` takes it. The last two need `graphs=True`. All other calls have the client's own precision,
             and the report counts those that do not. None: that of an earlier patch of this client, else "exact".
+        wait: whether calls wait for their kernels to be compiled. False: worker processes compile kernels that are not kept,
+            and the client's own code computes inference calls meanwhile, in the client's own precision. So a first prediction
+            ends no later than without evoattn, and the calls that follow it may differ from it by rounding. The report counts
+            such calls. None: as an earlier patch of this client, else True.
 
     Returns:
         A `Patch`: a context manager with `undo()`, `sites`, `calls`, `calls_by_kind`, `calls_by_site`, `passed_on` and `steps`.
 
     Raises:
-        ValueError: the name or the precision is not known, `graphs` is True and none of the client's steps can be recorded, or
-            nothing of the client would have the precision.
+        ValueError: the name or the precision is not known, `graphs` is True and none of the client's steps can be recorded,
+            nothing of the client would have the precision, or an earlier patch of the client has another precision or `wait`.
         ImportError: the client is not installed.
         UnknownRelease: the client's code differs from the releases that the patch knows. Nothing is replaced then.
 
@@ -276,17 +288,19 @@ def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False,
     wanted = "exact" if precision is None else precision
     check_precision(wanted)
     if name is None:
-        return _patch_all(layers, graphs, wanted)
+        return _patch_all(layers, graphs, wanted, wait is not False)
     if name not in NAMES:
         raise ValueError(f"name must be one of {', '.join(map(repr, NAMES))}, or None for all that are installed; got {name!r}")
     if graphs and not client(name).steps:
         known = ", ".join(repr(each) for each in NAMES if client(each).steps)
         raise ValueError(f"graphs must be False for {name!r}: CUDA graphs are recorded of {known}")
-    patched = active.get(name) or Patch(precision=wanted)
+    patched = active.get(name) or Patch(precision=wanted, waits=wait is not False)
     if precision not in (None, patched.precision):
         raise ValueError(
             f"precision must be {patched.precision!r} for {name!r}, which is patched with it, got {precision!r}: undo it first"
         )
+    if wait not in (None, patched.waits):
+        raise ValueError(f"wait must be {patched.waits} for {name!r}, which is patched with it, got {wait}: undo it first")
     check_reach(wanted, (name,), layers, graphs)
     patched._apply(client(name), client(name).parts(layers, graphs))
     patched._calls += 1
@@ -311,9 +325,9 @@ def check_reach(precision: str, names: Sequence[str], layers: bool, graphs: bool
         )
 
 
-def _patch_all(layers: bool, graphs: bool, precision: str) -> Patch:
+def _patch_all(layers: bool, graphs: bool, precision: str, waits: bool) -> Patch:
     check_reach(precision, NAMES, layers, graphs)
-    patched = Patch(precision=precision)
+    patched = Patch(precision=precision, waits=waits)
     for name in NAMES:
         if name in active:
             has = active[name].precision
@@ -342,6 +356,7 @@ def patch_as_imported(
     layers: bool = True,
     graphs: bool = False,
     precision: str = "exact",
+    wait: bool = True,
 ) -> Patch:
     """Replace what is in one module of a client, which has just been imported; the others follow as they are imported.
 
@@ -352,7 +367,7 @@ def patch_as_imported(
     parts = of.parts(layers, graphs)
     if name not in active:
         check_files(of)
-        patched = active[name] = Patch(tell, precision)
+        patched = active[name] = Patch(tell, precision, wait)
         patched._calls = 1
         patched.versions[name], patched._parts[name] = str(of.installed), set(parts)
     for part, sites in parts.items():

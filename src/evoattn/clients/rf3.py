@@ -42,17 +42,24 @@ def _pairformer(self: Any, A_I: Tensor, S_I: None, Z_II: Tensor, Beta_II: Tensor
     return self.to_a(_attend(self, a, bias, self.to_q(a), self.to_k(a)))  # type: ignore[no-any-return]
 
 
+def _tokens(self: Any, A_I: Tensor, S_I: Tensor, Z_II: Tensor) -> Tensor:  # noqa: N803
+    a = _low_precision(self, self.ada_ln_1(A_I, S_I))
+    bias = self.to_b(self.ln_0(Z_II))
+    o = self.to_a(_attend(self, a, bias, *_normed(self, self.to_q(a), self.to_k(a))))
+    return self.linear_output_project(S_I) * o  # type: ignore[no-any-return]
+
+
 def _diffusion(original: Any, count: Count) -> Any:
+    def of_tokens(self: Any, A_I: Tensor, S_I: Tensor, Z_II: Tensor) -> Tensor:  # noqa: N803
+        return original(self, A_I, S_I, Z_II, None)  # type: ignore[no-any-return]
+
+    computed = replacement(_tokens)(of_tokens, count)
+
     def forward(self: Any, A_I: Tensor, S_I: Tensor, Z_II: Tensor, Beta_II: Any) -> Tensor:  # noqa: N803
         """A_I `[D, I, C]` of D samples that share Z_II `[I, I, C]`. With a Beta_II they are atoms, attended in windows."""
-        a = self.ada_ln_1(A_I, S_I)
         if Beta_II is not None:
-            return self.atom_attention(a, S_I, Z_II)  # type: ignore[no-any-return]
-        count.count_replaced()
-        a = _low_precision(self, a)
-        bias = self.to_b(self.ln_0(Z_II))
-        o = self.to_a(_attend(self, a, bias, *_normed(self, self.to_q(a), self.to_k(a))))
-        return self.linear_output_project(S_I) * o  # type: ignore[no-any-return]
+            return self.atom_attention(self.ada_ln_1(A_I, S_I), S_I, Z_II)  # type: ignore[no-any-return]
+        return computed(self, A_I, S_I, Z_II)  # type: ignore[no-any-return]
 
     # The original has foundry's decorator.
     return importlib.import_module("foundry.training.checkpoint").activation_checkpointing(forward)

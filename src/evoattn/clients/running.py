@@ -22,6 +22,7 @@ from evoattn.clients.graphs import ELSEWHERE
 from evoattn.clients.patching import NAMES, client, patch_as_imported
 from evoattn.clients.releases import UnknownRelease
 from evoattn.clients.site import in_words, joined, precision_in_words
+from evoattn.compile import beside
 from evoattn.dispatch import lookup
 
 VARIABLE = "EVOATTN_RUN"
@@ -115,6 +116,8 @@ def summary(folder: pathlib.Path, names: tuple[str, ...], precision: str = "exac
                 steps[reason] += count
             case ("backend", backend):
                 backends.add(backend)
+            case ("waited", reason):
+                refused.add(f"calls waited for their kernels to be compiled: {reason}")
             case ("patched", client_name, version):
                 patched.add(f"{client_name} {version}")
             case ("refused", client_name, reason):
@@ -181,13 +184,14 @@ def environment(
     layers: bool = True,
     graphs: bool = False,
     precision: str = "exact",
+    wait: bool = True,
 ) -> dict[str, str]:
     """The environment of a program whose processes patch clients: its start-up file gets JSON.
 
     `folder` is that of the counts, or None, and `watched` has modules with the clients that they are of (`modules`).
     """
     where = None if folder is None else str(folder)
-    options = {"layers": layers, "graphs": graphs, "precision": precision}
+    options = {"layers": layers, "graphs": graphs, "precision": precision, "wait": wait}
     told = json.dumps({"folder": where, "modules": watched, "options": options})
     paths = [str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, VARIABLE: told, "PYTHONPATH": os.pathsep.join(paths)}
@@ -213,6 +217,7 @@ def _tally(folder: str | None) -> Tally:
     """The counts of this process, which also count the backend of each plan that runs."""
     tally = Tally(folder)
     lookup.listeners.append(functools.partial(tally.add, "backend"))
+    beside.listeners.append(functools.partial(tally.add, "waited"))
     return tally
 
 

@@ -38,7 +38,8 @@ def schedule(original: Callable[..., Tensor], count: Count) -> Callable[..., Ten
 def sampled(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
     """Boltz-2's `AtomDiffusion.sample`. If steps are recorded, all of a step but its random numbers is one recording."""
     advanced = graphs.whole(_advanced, "score_model", "sample")
-    run = replacement(functools.partial(_sampled, advanced))(original, count)
+    loop = replacement(functools.partial(_sampled, advanced))
+    run = loop(original, Count())  # the loop itself has no kernels: each call inside waits for its own, or does not
     run._evoattn_steps = advanced._evoattn_steps  # type: ignore[attr-defined]
     return run
 

@@ -7,11 +7,12 @@ import contextlib
 import contextvars
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from evoattn.core import attempts, keeping
 from evoattn.core.devices import installed_version
 
 if TYPE_CHECKING:
@@ -24,14 +25,41 @@ class Count:
 
     Calls inside code that torch.compile made are not counted: a number that changes would have it compiled anew. `tell` is told
     of each call: "" if the replacement computes it, else the reason. `precision` is what the patch asks of a replacement that
-    opens a sampling.
+    opens a sampling, and `waits` whether calls wait for their kernels to be compiled.
     """
 
-    def __init__(self, tell: Callable[[str], None] | None = None, precision: str = "exact") -> None:
-        self.precision = precision
+    def __init__(self, tell: Callable[[str], None] | None = None, precision: str = "exact", waits: bool = True) -> None:
+        self.precision, self.waits = precision, waits
         self.replaced = 0
         self.passed_on: collections.Counter[str] = collections.Counter()
         self._tell = tell
+        self._asked: dict[Hashable, list[attempts.Compilation]] = {}  # by kind of call: what is not compiled yet
+
+    def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what a function returns that computes a call by kernels. `PassedOn` if they are being compiled meanwhile.
+
+        Then the call has left no trace: no count, no random number drawn, nothing that a sampling keeps. A call whose gradients
+        may be recorded waits, because its backward would have to. So does one that is recorded as a CUDA graph.
+        """
+        if self.waits or torch.compiler.is_compiling() or torch.is_grad_enabled() or keeping.is_capturing():
+            return function(*args, **kwargs)
+        kind = _kind_of_call(args, kwargs) if self._asked else None
+        if not all(x.done() for x in self._asked.get(kind, ())):
+            return _decline()
+        states, notes = _random_states(), list[tuple[Count, str]]()
+        try:
+            with attempts.attempt() as attempt, _noted(notes):
+                result = function(*args, **kwargs)
+        except attempts.NotCompiled:
+            passed_on = _decline()
+            self._asked[_kind_of_call(args, kwargs)] = attempt.waits_for
+            _set_random_states(states)
+            return passed_on
+        if self._asked:
+            self._asked.pop(kind, None)
+        for count, reason in notes:
+            count._note(reason)
+        return result
 
     def count_replaced(self) -> None:
         """Count a call that the replacement computes."""
@@ -45,11 +73,13 @@ class Count:
         """Count a call now, or put it on the tape of a recording."""
         if torch.compiler.is_compiling():
             return
-        tape = _tape.get()
-        if tape is None:
+        notes = _notes.get()
+        if notes is None:
+            notes = _tape.get()
+        if notes is None:
             self.add(reason)
         else:
-            tape.append((self, reason))
+            notes.append((self, reason))
 
     def add(self, reason: str) -> None:
         """Count a call that the replacement computes, if the reason is "", or that the original computes."""
@@ -59,6 +89,68 @@ class Count:
             self.replaced += 1
         if self._tell is not None:
             self._tell(reason)
+
+
+class PassedOn(NamedTuple):
+    """The result of a call that the client's own function has to compute. The reason is counted unless it is ""."""
+
+    reason: str = ""
+
+
+COMPILING = "its kernels were being compiled meanwhile"
+"""The reason for calls that did not wait for their kernels."""
+
+_declined = 0
+"""Calls of this process that did not wait for their kernels."""
+
+
+def declined() -> int:
+    """Return how many calls of this process did not wait for their kernels."""
+    return _declined
+
+
+def _decline() -> PassedOn:
+    global _declined
+    _declined += 1
+    return PassedOn(COMPILING)
+
+
+def _kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """A key of the kernels of a call by one function: dtypes and shapes of tensors, and classes of modules."""
+
+    def kind(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.shape
+        if isinstance(value, dict):
+            return tuple((name, kind(x)) for name, x in value.items())
+        return tuple(map(kind, value)) if isinstance(value, list | tuple) else type(value)
+
+    return kind(args), kind(kwargs)
+
+
+def _random_states() -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The states of torch's generators, on the CPU and on the current GPU."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+
+def _set_random_states(states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    on_cpu, on_gpu = states
+    torch.set_rng_state(on_cpu)
+    if on_gpu is not None:
+        torch.cuda.set_rng_state(on_gpu)
+
+
+_notes: contextvars.ContextVar[list[tuple[Count, str]] | None] = contextvars.ContextVar("notes", default=None)
+
+
+@contextlib.contextmanager
+def _noted(calls: list[tuple[Count, str]]) -> Iterator[None]:
+    """Note calls in a list: whether they count is not known yet."""
+    token = _notes.set(calls)
+    try:
+        yield
+    finally:
+        _notes.reset(token)
 
 
 _tape: contextvars.ContextVar[list[tuple[Count, str]] | None] = contextvars.ContextVar("tape", default=None)
@@ -128,18 +220,12 @@ Replace = Callable[[Callable[..., Any], Count], Callable[..., Any]]
 """Makes a replacement of a function from it and from what counts its calls."""
 
 
-class PassedOn(NamedTuple):
-    """The result of a call that the client's own function has to compute. The reason is counted unless it is ""."""
-
-    reason: str = ""
-
-
 def replacement(function: Callable[..., Any]) -> Replace:
     """Make a replacement of a function with the client's arguments that returns the result of a call, or `PassedOn`."""
 
     def replace(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
+            result = count.compute(function, *args, **kwargs)
             if not isinstance(result, PassedOn):
                 count.count_replaced()
                 return result

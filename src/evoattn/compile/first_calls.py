@@ -87,12 +87,17 @@ def _shared_folder(backend: str) -> Path | None:
     return None if not is_enabled() or folder is None or not cache.takes_files(folder / backend) else folder / backend
 
 
-def _limit() -> int:
-    """Return how many helpers this process may have: as many as the user says, but no more than help or than spare cores.
+def spare_cores() -> int:
+    """Return how many cores this process leaves to compilers.
 
     torchrun says how many processes share the cores. One of their cores is this process's own.
     """
     processes = os.environ.get("LOCAL_WORLD_SIZE", "")
-    spare = cores() // (int(processes) if processes.isdecimal() and int(processes) else 1) - 1
+    return cores() // (int(processes) if processes.isdecimal() and int(processes) else 1) - 1
+
+
+def _limit() -> int:
+    """Return how many helpers this process may have: as many as the user says, but no more than help or than spare cores."""
+    spare = spare_cores()
     asked = os.environ.get(VARIABLE) or str(MOST if spare >= _ENOUGH else 0)
     return min(MOST, spare, int(asked)) if asked.isdecimal() else 0

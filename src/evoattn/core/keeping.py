@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from evoattn.core import attempts
 from evoattn.core.numerics import check_precision
 
 Made = TypeVar("Made")
@@ -132,8 +133,13 @@ def made_once(
 
 
 def may_keep() -> bool:
-    """Return whether what is made now may be used by later steps. What a graph computes has its values at each replay alone."""
+    """Return whether what is made now may be used by later steps.
+
+    What a graph computes has its values at each replay alone. What a call that was given up makes has none.
+    """
     store = _running.get()
+    if attempts.given_up():
+        return False
     return not is_capturing() or (store is not None and store.records)
 
 
@@ -168,7 +174,7 @@ def made_by_a_graph(anew: bool) -> Iterator[dict[Any, Any]]:
 def fact(name: str, tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
     """Return what `read` returns of a tensor. It waits for the GPU once in a sampling."""
     store = _running.get()
-    if store is None:
+    if store is None or attempts.given_up():
         return read(tensor)
     found = store.facts.get((name, id(tensor)))
     if found is None or found[0] not in (None, states((tensor,))):

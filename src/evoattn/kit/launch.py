@@ -12,10 +12,11 @@ import torch
 import triton
 from torch import Tensor
 
-from evoattn.kit.cards import on_amd
+from evoattn.core import attempts
+from evoattn.kit import cards, compiling
 from evoattn.kit.strides import Strided
 
-_OPTIONS = {"enable_fp_fusion": True}
+OPTIONS = {"enable_fp_fusion": True}
 """Compiler options of every kernel. Triton 3.9 warns that products and sums will not be fused by default from 3.10 on."""
 
 _MAP_ALIGNMENT = 16
@@ -83,40 +84,50 @@ class Launch:
     constants: dict[str, Any]
     through_map: TensorMap | None = None
     _again: Callable[[list[Any]], None] | None = dataclasses.field(default=None, init=False)
+    _compiling: attempts.Compilation | None = dataclasses.field(default=None, init=False)
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on the current stream of the tensors' device, which is the current one."""
-        if self._again is None:
+        if self._again is None or attempts.given_up():
             self._first(tensors)
         else:
-            self._again(self._with_descriptor(tensors, [*map(Tensor.data_ptr, tensors)]))
-
-    def _with_descriptor(self, tensors: tuple[Tensor, ...], arguments: list[Any]) -> list[Any]:
-        """The arguments, with a descriptor in the place of the tensor that goes through a map.
-
-        The descriptor's constructor only repeats checks of the plan, and takes 3 us of the host.
-        """
-        if self.through_map is not None:
-            from triton.tools.tensor_descriptor import TensorDescriptor
-
-            place, fields = self.through_map
-            arguments[place] = descriptor = TensorDescriptor.__new__(TensorDescriptor)
-            descriptor.__dict__.update(fields, base=tensors[place])
-        return arguments
+            self._again(compiling.with_descriptor(self.through_map, [*map(Tensor.data_ptr, tensors)], tensors))
 
     def _first(self, tensors: tuple[Tensor, ...]) -> None:
-        arguments, options = self._with_descriptor(tensors, list(tensors)), {**_OPTIONS, **self.constants}
-        kernels = collecting.get()
+        arguments = compiling.with_descriptor(self.through_map, list(tensors), tensors)
+        options = {**OPTIONS, **self.constants}
+
+        def ask() -> Any:
+            return self.kernel.jitted.warmup(*arguments, *self.numbers, grid=(self.programs,), **options)
+
+        kernels, attempt = collecting.get(), attempts.current()
         if kernels is not None:
-            asked = self.kernel.jitted.warmup(*arguments, *self.numbers, grid=(self.programs,), **options)
-            kernels.append((self.kernel.jitted, asked))
+            kernels.append((self.kernel.jitted, ask()))
             return
+        if attempt is not None:
+            if self._again is None and (compilation := self._compilation(tensors, ask)) is not None:
+                attempt.give_up(compilation)
+            if attempt.is_given_up:
+                return
         compiled = self.kernel.jitted[(self.programs,)](*arguments, *self.numbers, **options)
         if hasattr(compiled, "result"):  # from Triton 3.7 on, where another thread compiles it ahead
             compiled = compiled.result()
         if repeats(tensors[0]):
             fixed = (*self.numbers, *[self.constants[name] for name in self.kernel.constants])
             self._again = _plan_repeat(compiled, self.programs, fixed, tensors[0].device.index)
+
+    def _compilation(self, tensors: tuple[Tensor, ...], ask: Callable[[], Any]) -> attempts.Compilation | None:
+        """The compilation of the kernel beside the program. None: the kernel is there, or the launch has to wait for it."""
+        if self._compiling is not None and not self._compiling.done():
+            return self._compiling
+        capability = cards.capability(tensors[0].device)
+        if capability is None:  # the interpreter, or an AMD GPU, whose compiler also depends on the size of tensors
+            return None
+        stubs = tuple(compiling.Stub(x.dtype, x.data_ptr() & 15) for x in tensors)
+        module, name = self.kernel.jitted.fn.__module__, self.kernel.jitted.fn.__name__
+        wanted = compiling.Wanted(module, name, stubs, self.numbers, self.constants, self.through_map, capability)
+        self._compiling = compiling.compilation(wanted, self.kernel.jitted, ask)
+        return self._compiling
 
 
 def _plan_repeat(compiled: Any, programs: int, fixed: tuple[Any, ...], device: int) -> Callable[[list[Any]], None]:
@@ -141,7 +152,7 @@ def repeats(tensor: Tensor) -> bool:
 
     Triton 3.3 has no knobs. AMD's compiler also depends on the size of tensors.
     """
-    return hasattr(triton, "knobs") and tensor.is_cuda and not on_amd()
+    return hasattr(triton, "knobs") and tensor.is_cuda and not cards.on_amd()
 
 
 def launch_kernel(kernel: FlatKernel, programs: int, tensors: tuple[Tensor, ...], **values: Any) -> None:

@@ -28,6 +28,7 @@ from evoattn.backends.triton.ahead import compile_ahead
 from evoattn.core import devices
 from evoattn.core.config import Config
 from evoattn.core.inputs import Cotangents, Inputs, Outputs
+from evoattn.kit import compiling
 from tests.helpers.ahead_of_time import target
 from tests.helpers.triton_kernels import KERNELS
 
@@ -189,7 +190,7 @@ def test_kernels_are_loaded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
         assert not loading[0]
         compiled.add(kernel)
 
-    monkeypatch.setattr(ahead_module, "LAUNCHERS_ARE_COMPILED", True)
+    monkeypatch.setattr(compiling, "LAUNCHERS_ARE_COMPILED", True)
     monkeypatch.setattr(ahead_module, "compile_launcher", compile_launcher)
 
     def prepare(kernels: list[Fake]) -> None:
@@ -280,7 +281,7 @@ def test_threads_forget_what_failed_at_the_same_time() -> None:
             kept["third"] = object()
 
     kept.update(first=Failed(), second=Failed())
-    ahead_module.forget(types.SimpleNamespace(device_caches={0: (kept,)}))
+    compiling.forget(types.SimpleNamespace(device_caches={0: (kept,)}))
     assert list(kept) == ["third"]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor
 
 from evoattn.backends import Plan
-from evoattn.compile import first_calls
+from evoattn.compile import beside, cache, first_calls
+from evoattn.compile.workers import Task
+from evoattn.core import attempts
 from evoattn.core.config import Config
-from evoattn.core.devices import install_extra, installed, on_device_of, planned
+from evoattn.core.devices import card, install_extra, installed, on_device_of, planned
 from evoattn.core.inputs import Cotangents, Inputs, Outputs
 from evoattn.core.problem import Needs, Problem, dtype_name
 
@@ -125,6 +128,8 @@ def faster(problem: Problem) -> tuple[str, str] | None:
 
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
     """Plan a forward; see `evoattn.backends`."""
+    if _COMPILER not in sys.modules:
+        _leave_to_worker(inputs, scale, layout)
     if _COMPILER not in sys.modules and torch.is_grad_enabled() and any(x.requires_grad for x in inputs.qkv):
         first_calls.prestart(NAME, f"{__name__}.ahead")  # a backward will follow
     from evoattn.backends.hopper import forward_plan
@@ -155,6 +160,29 @@ def plan_backward(
 def _on_device(tensor: Tensor, plan: Plan) -> Plan:
     """Run a plan on a tensor's device: launches go to the current one."""
     return dataclasses.replace(plan, run=on_device_of(tensor, plan.run))
+
+
+def _leave_to_worker(inputs: Inputs, scale: float, layout: str) -> None:
+    """Give up an attempt that would import the compiler, which takes seconds, if no kernel can be there.
+
+    A worker plans the forward in its place, and compiles the kernels.
+    """
+    attempt, folder, here = attempts.current(), cache.folder(), card(inputs.q.device)
+    if attempt is None or folder is None or here is None or not _was_empty(folder / NAME):
+        return
+    like = [x if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in inputs]
+    strides = [x if x is None else (x.dtype, *x.shape, *x.stride()) for x in inputs]
+    task = Task(f"{__name__}.ahead:keep_forward", (like, scale, layout, here))
+    planning = beside.submitted(f"{NAME} {scale} {layout} {strides}", task)
+    if planning is not None and not planning.done():
+        attempt.give_up(planning)
+        raise attempts.NotCompiled
+
+
+@functools.cache
+def _was_empty(folder: pathlib.Path) -> bool:
+    """Return whether no kernel was kept in a folder when a process first asked."""
+    return not any(folder.glob("[!.]*"))
 
 
 def _compile_together(plans: Callable[[], Sequence[Plan]]) -> None:

@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from cutlass.cute.runtime import load_module
 
-from evoattn.backends import Needed, Plan
-from evoattn.compile import cache, first_calls
+from evoattn.backends import Needed, Plan, hopper
+from evoattn.compile import beside, cache, first_calls
 from evoattn.compile.workers import Task
-from evoattn.core import numerics
+from evoattn.core import attempts, numerics
+from evoattn.core.config import Config
+from evoattn.core.devices import Card, planned_for
+from evoattn.core.inputs import Inputs
 
 if TYPE_CHECKING:
     from evoattn.backends.hopper.launch import KernelVariant
@@ -68,6 +71,32 @@ def _file(name: str) -> pathlib.Path | None:
     """The file of a compiled kernel; None if nothing is to be kept."""
     folder = cache.folder()
     return None if folder is None else folder / "hopper" / f"{name}-{_symbol(name).removeprefix('evoattn_')}.o"
+
+
+def find_kernel(kernel: KernelVariant) -> Any:
+    """Return a kernel as a function. None if it is not there, and an attempt that does not wait for it has been given up."""
+    attempt = attempts.current()
+    if attempt is not None and kernel.name not in functions and (compilation := _compilation(kernel)) is not None:
+        attempt.give_up(compilation)
+        return None
+    return load_kernel(kernel)
+
+
+def _compilation(kernel: KernelVariant) -> attempts.Compilation | None:
+    """The compilation of a kernel by a worker. None: it is kept, or no worker can hand it on."""
+    path = _file(kernel.name)
+    if path is None or not cache.takes_files(path.parent):
+        beside.tell(f"{cache.VARIABLE} is empty" if path is None else f"{path.parent} cannot be written")
+        return None
+    return beside.compilation(str(path), Task(f"{__name__}:keep", (kernel, path)), lambda: cache.code_bytes(path) > 0)
+
+
+def keep_forward(inputs: list[Any], scale: float, layout: str, card: Card) -> None:
+    """Compile the kernels of a forward that are not kept. Its inputs are on "meta"."""
+    with planned_for(card):
+        plan = hopper.plan_forward(Inputs(*inputs), scale=scale, layout=layout, config=Config())
+    for kernel in plan.kernels:
+        keep(kernel, _file(kernel.name))
 
 
 def load_kernel(kernel: KernelVariant) -> Any:

@@ -11,12 +11,8 @@ by the keys under which a launch looks for them.
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import contextvars
-import hashlib
 import json
-import pathlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,21 +21,14 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from evoattn.backends import Needed, Plan
 from evoattn.compile.workers import Task
-from evoattn.core import devices
-from evoattn.kit import launch
+from evoattn.core import attempts, devices
+from evoattn.kit import compiling, launch
 
 Make = Callable[[], tuple[Plan, tuple[Any, ...]]]
-
-_COMPILES_AHEAD = hasattr(triton, "AsyncCompileMode")
-"""True if this Triton compiles kernels on other threads before they are launched; 3.3, which goes with torch 2.7, does not."""
-
-LAUNCHERS_ARE_COMPILED = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
-"""True if Triton makes a launcher for each signature with the C compiler, as it does up to 3.6."""
 
 _loading = threading.Lock()
 
@@ -51,8 +40,11 @@ def compile_ahead(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     would record them, so during a capture this function returns at once, and each kernel is compiled at its launch.
 
     No other thread may run the same plan meanwhile: a launch that it made would start its kernel here instead of collecting it.
+    An attempt does not wait: its launches themselves ask workers for what is not there.
     """
-    if not _COMPILES_AHEAD or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if not compiling.COMPILES_AHEAD or attempts.current() is not None:
+        return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return
     try:
         _try_again(run, arguments)
@@ -97,7 +89,7 @@ def _compile(run: Callable[..., Any], arguments: tuple[Any, ...], threads: Threa
         return [kernel for kernel in dict.fromkeys(kernels) if kernel.module is None]
     except BaseException:
         for jitted, _ in launched:
-            forget(jitted)
+            compiling.forget(jitted)
         raise
 
 
@@ -108,14 +100,6 @@ def _collect(launched: list[tuple[Any, Any]], mode: Any, run: Callable[..., Any]
         run(*arguments)
 
 
-def forget(jitted: Any) -> None:
-    """Have Triton compile kernels again that failed: from 3.7 on it keeps the failure, and would raise it again."""
-    for kernels, *_ in list(getattr(jitted, "device_caches", {}).values()):
-        for key, kernel in list(kernels.items()):  # a copy: other threads may add kernels and forget them
-            if hasattr(kernel, "result"):
-                kernels.pop(key, None)
-
-
 def load(kernels: list[Any], threads: ThreadPoolExecutor) -> None:
     """Make the launchers of kernels, and bring their code to the current device.
 
@@ -124,7 +108,7 @@ def load(kernels: list[Any], threads: ThreadPoolExecutor) -> None:
     cache of compiled launchers, and kernels are loaded one at a time in the whole process.
     """
     with _loading:
-        if LAUNCHERS_ARE_COMPILED:
+        if compiling.LAUNCHERS_ARE_COMPILED:
             for _ in threads.map(compile_launcher, kernels):
                 pass  # what a thread raised is raised here
         for kernel in kernels:
@@ -139,18 +123,10 @@ def needed(make: Make) -> list[Needed]:
     """List the kernels of a plan, each once, in the order in which it launches them (see `evoattn.backends.Backend`)."""
     card = devices.planned()
     return [
-        Needed(name, key, _folder(key), _bytes(_folder(key)), Task(f"{__name__}:keep", (make, card, key)))
+        Needed(name, key, folder, compiling.kept_bytes(folder), Task(f"{__name__}:keep", (make, card, key)))
         for key, name in _name_kernels(make, None).items()
+        for folder in [compiling.folder_of(key)]
     ]
-
-
-def _folder(key: str) -> pathlib.Path:
-    return pathlib.Path(triton.knobs.cache.dir) / base64.b32encode(bytes.fromhex(key)).decode().rstrip("=")
-
-
-def _bytes(folder: pathlib.Path) -> int:
-    """The size of a folder; 0 if Triton would not find the kernel there."""
-    return sum(file.stat().st_size for file in folder.iterdir()) if any(folder.glob("__grp__*")) else 0
 
 
 def keep(make: Make, card: devices.Card, key: str) -> int:
@@ -161,7 +137,7 @@ def keep(make: Make, card: devices.Card, key: str) -> int:
     with devices.planned_for(card):
         if key not in _name_kernels(make, key):
             raise KeyError(key)
-    return _bytes(_folder(key))
+    return compiling.kept_bytes(compiling.folder_of(key))
 
 
 def _name_kernels(make: Make, wanted: str | None) -> dict[str, str]:
@@ -170,11 +146,11 @@ def _name_kernels(make: Make, wanted: str | None) -> dict[str, str]:
     if card is None:
         raise RuntimeError("kernels are found for a card that plans are made for; none is")
     launched: list[tuple[Any, str]] = []
-    mode, stand_in = triton.AsyncCompileMode(None), _Driver(card.capability)
+    mode = triton.AsyncCompileMode(None)
 
     def submit(text: str, compile_one: Callable[[], Any], *after: Any) -> str:
         """Stand for a kernel by its key, which follows from a text. From 3.9 on Triton also says what to do after an error."""
-        key = hashlib.sha256(text.encode()).hexdigest()
+        key = compiling.key_of(text)
         if key == wanted:
             compile_one()
         return key
@@ -184,29 +160,10 @@ def _name_kernels(make: Make, wanted: str | None) -> dict[str, str]:
         _collect(launched, mode, plan.run, arguments)
 
     mode.submit = submit
-    driver.set_active(stand_in)
-    try:
-        contextvars.copy_context().run(walk)
-    finally:
-        with contextlib.suppress(RuntimeError):  # without a GPU there is no driver to go back to
-            driver.reset_active()
-        for jitted, _ in launched:
-            jitted.device_caches.pop(stand_in, None)
+    with compiling.named_driver(card.capability) as stand_in:
+        try:
+            contextvars.copy_context().run(walk)
+        finally:
+            for jitted, _ in launched:
+                jitted.device_caches.pop(stand_in, None)
     return {key: jitted.__name__ for jitted, key in launched}
-
-
-class _Driver:
-    """A Triton driver that names a GPU and can do nothing with it. It is a device of its own, with no kernel in memory."""
-
-    def __init__(self, capability: tuple[int, int]) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> GPUTarget:
-        major, minor = self.capability
-        return GPUTarget("cuda", 10 * major + minor, 32)
-
-    def get_current_device(self) -> Any:
-        return self  # the key of Triton's kernels in memory
-
-    def get_current_stream(self, device: int) -> int:
-        return 0

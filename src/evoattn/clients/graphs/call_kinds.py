@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from evoattn.clients import site
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import Recorder, Recording
 from evoattn.clients.graphs.trees import NotCaptured, Spec, copied, flat, nested, room_for, same_bits
@@ -171,6 +172,7 @@ class CallKind:
         they were written to.
         """
         self.drop()
+        declined = site.declined()
         # Only a recording of a loop may read what the loop keeps. And replays write the weights of other modules
         # into a shared one, which must read nothing that is made of weights.
         kept = keeping.nothing_kept() if shared or loop is None else contextlib.nullcontext()
@@ -181,6 +183,9 @@ class CallKind:
                 self._record(recorder, functools.partial(run, module), call.tensors, shared, loop, only_reads)
         except Exception as error:  # whatever the client, a kernel or CUDA raises: the caller has its result already
             self.refuse(error)
+        if site.declined() != declined:  # a kernel of the recording alone is being compiled: the next call is recorded
+            self.obstacle = ""
+            self.drop()
 
     def _twin_of(self, recorder: Recorder, run: Callable[..., Any], module: nn.Module, call: Call) -> nn.Module:
         """A copy of a module, to which the weights of other modules are written.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evoattn.clients import site
 from evoattn.clients.graphs.call_kinds import MOST_COPIED, Call, CallKind
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import Recorder
@@ -223,8 +224,10 @@ class Steps:
 
     def _learn(self, module: nn.Module, known: _Known, kind: CallKind, call: Call, run: Run | None) -> Any:
         """Run a call as it is, and record it if one like it came before."""
-        before = keeping.states(call.tensors)
+        before, declined = keeping.states(call.tensors), site.declined()
         result = self._original(module, *call.args, **call.kwargs)
+        if site.declined() != declined:  # the client computed a part, while its kernels are compiled
+            return result
         if self._changed(kind.spec, before, call):
             kind.obstacle = "it changes its arguments"
         elif known.is_left_alone() and kind.is_ready(call.tensors, run):
@@ -247,10 +250,10 @@ class Steps:
         """
         device, recorder = call.tensors[0].device, self._recorder
         before = [x.clone() for x in call.tensors]
-        undrawn, start = recorder.random_state(device), recorder.seconds(device)
+        undrawn, start, declined = recorder.random_state(device), recorder.seconds(device), site.declined()
         result = self._original(module, *call.args, **call.kwargs)
         drawn, middle = recorder.random_state(device), recorder.seconds(device)
-        if not known.is_left_alone():
+        if site.declined() != declined or not known.is_left_alone():
             return result
         try:
             if not all(map(same_bits, before, call.tensors)):  # written to where torch counts no versions

@@ -14,7 +14,9 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import json
 import pathlib
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -86,6 +88,17 @@ def forget(jitted: Any) -> None:
                 kernels.pop(key, None)
 
 
+def mended(ask: Callable[[], Any]) -> None:
+    """Ask Triton for kernels, once more if a file that it keeps beside a kernel is damaged: it would fail in every process."""
+    try:
+        ask()
+    except json.JSONDecodeError as error:
+        warnings.warn(f"a kernel in Triton's cache is damaged ({error}): compiled anew", stacklevel=3)
+        with triton.knobs.compilation.scope():
+            triton.knobs.compilation.always_compile = True
+            ask()
+
+
 @dataclasses.dataclass(frozen=True)
 class Stub:
     """Stands for a tensor: what Triton asks of it. No tuple, of which Triton would make a tuple of arguments."""
@@ -148,7 +161,7 @@ def compilation(wanted: Wanted, jitted: Any, ask: Callable[[], Any]) -> Compilat
             ask()
 
     mode.submit = submit
-    contextvars.Context().run(look)  # Triton allows one mode, which the caller may have on
+    mended(lambda: contextvars.Context().run(look))  # Triton allows one mode, which the caller may have on
     if not found:
         return None
     forget(jitted)

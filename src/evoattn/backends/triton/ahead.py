@@ -12,9 +12,7 @@ by the keys under which a launch looks for them.
 from __future__ import annotations
 
 import contextvars
-import json
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -46,13 +44,7 @@ def compile_ahead(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         return
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return
-    try:
-        _try_again(run, arguments)
-    except json.JSONDecodeError as error:  # a file that Triton keeps beside a kernel is damaged: it would fail in every process
-        warnings.warn(f"a kernel in Triton's cache is damaged ({error}): compiled anew", stacklevel=2)
-        with triton.knobs.compilation.scope():
-            triton.knobs.compilation.always_compile = True
-            _try_again(run, arguments)
+    compiling.mended(lambda: _try_again(run, arguments))
 
 
 def _try_again(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -26,6 +26,7 @@ HELP = "a program with its attention computed by evoattn"
 
 ABOUT = """\
 Runs a program whose attention evoattn computes, as `evoattn.patch` does, in the program and in its child processes.
+While kernels that are not kept are compiled by other processes, the program's own code computes the calls that need them.
 At the end one line on stderr counts the attentions, layers and blocks that were ours, the backends, and all others and why.
 """
 

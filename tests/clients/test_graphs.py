@@ -2,6 +2,8 @@
 
 import collections
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -285,3 +287,13 @@ def test_a_recording_that_is_not_faster_is_not_used(watched: Watched) -> None:
     watched.recorder.takes = [0, 1.0, 0, 0.95]
     watched.agrees(6)
     assert watched.count.passed_on == {FIRST: 3, "a replay of its recording is not faster": 3}
+
+
+def test_a_look_at_a_step_does_not_import_torchs_compiler() -> None:
+    """It takes seconds, in the first prediction of each process."""
+    code = (
+        "import sys, torch; from evoattn.clients.graphs.recorder import scout; x = torch.ones(3)\n"
+        "scout(lambda: torch.softmax(x, -1), x.device); print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

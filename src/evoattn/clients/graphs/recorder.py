@@ -228,6 +228,11 @@ class _Scout(TorchDispatchMode):
     graph repeats it.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False. Else torch imports its compiler at the first operation, which takes 2 s. Nothing is compiled here."""
+        return False
+
     def __init__(self, device: torch.device, draws: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._draws = device, draws

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evoattn.clients import arguments, diffusion, graphs, layers
+from evoattn.clients import arguments, diffusion, graphs, layers, site
 from evoattn.clients.boltz import _pair_bias
 from evoattn.clients.graphs import FIRST
 from evoattn.clients.site import COMPILING, Count, PassedOn, replacement
@@ -343,6 +343,31 @@ def test_a_step_that_lacks_a_kernel_when_it_is_compared_keeps_its_recording(kern
     kernels.finish()
     assert all(recorded(seed) for seed in range(3))
     assert recorded.recorder.recorded == 1 and recorded.steps.replaced == 2
+
+
+@torch.no_grad()
+def test_a_module_that_is_left_to_the_client_is_not_converted(launching: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes the host milliseconds, for each of 64 blocks. Its steps are not recorded either."""
+    swaps: list[nn.Module] = []
+    swap = layers.Swap
+
+    def noted(client: nn.Module, **options: Any) -> Any:
+        swaps.append(client)
+        return swap(client, **options)
+
+    monkeypatch.setattr(layers, "Swap", noted)
+    first, second, count = filled(Pairs()).eval(), filled(Pairs()).eval(), impatient()
+    z, mask = normal(2, 7, 7, CHANNELS).detach(), edges(2)
+    declined = site.declined()
+    forward = layers.layer(Pairs.forward, count)
+    forward(first, z, mask)
+    forward(second, z, mask)
+    assert swaps == [first] and site.declined() == declined + 2 and count.passed_on == {COMPILING: 2}
+    with torch.enable_grad():
+        forward(second, z, mask)
+    launching.finish()
+    forward(second, z, mask)
+    assert swaps == [first, second] and count.replaced == 2
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from evoattn.clients.arguments import positions
 from evoattn.clients.blocks import KnownBlock
 from evoattn.clients.calls import is_float32_on_gpu, residues
 from evoattn.clients.known import KnownLayer
-from evoattn.clients.site import Count, PassedOn, Site, is_repeated
+from evoattn.clients.site import COMPILING, Count, PassedOn, Site, is_repeated
 from evoattn.clients.swap import Swap
 from evoattn.core.numerics import float32_products
 from evoattn.nn import AttentionPairBias, Transition, TriangleMultiplication
@@ -83,6 +83,8 @@ def layer(original: Callable[..., Any], count: Count, least: int = 0, least_trai
             return original(self, *args, **kwargs)
         values = (*args, *kwargs.values())
         swap, reason = None, _too_small(values, least_trained if torch.is_grad_enabled() else least)
+        if not reason and count.is_compiling(self, names, args, kwargs):
+            reason = COMPILING
         if not reason:
             swap, reason = _current(self, values)
         if swap is not None:

@@ -43,23 +43,27 @@ class Count:
         """
         if self.waits or torch.compiler.is_compiling() or torch.is_grad_enabled() or keeping.is_capturing():
             return function(*args, **kwargs)
-        kind = _kind_of_call(args, kwargs) if self._asked else None
-        if not all(x.done() for x in self._asked.get(kind, ())):
-            return _decline()
+        if self.is_compiling(*args, **kwargs):
+            return PassedOn(COMPILING)
         states, notes = _random_states(), list[tuple[Count, str]]()
         try:
             with attempts.attempt() as attempt, _noted(notes):
                 result = function(*args, **kwargs)
         except attempts.NotCompiled:
-            passed_on = _decline()
-            self._asked[_kind_of_call(args, kwargs)] = attempt.waits_for
             _set_random_states(states)
-            return passed_on
+            self._asked[_kind_of_call(args, kwargs)] = attempt.waits_for
+            return PassedOn(COMPILING)
         if self._asked:
-            self._asked.pop(kind, None)
+            self._asked.pop(_kind_of_call(args, kwargs), None)
         for count, reason in notes:
             count._note(reason)
         return result
+
+    def is_compiling(self, *args: Any, **kwargs: Any) -> bool:
+        """Return whether kernels of such a call, as `compute` takes it, were not there at its last try and still are not."""
+        if not self._asked or torch.is_grad_enabled():
+            return False
+        return not all(x.done() for x in self._asked.get(_kind_of_call(args, kwargs), ()))
 
     def count_replaced(self) -> None:
         """Count a call that the replacement computes."""
@@ -71,8 +75,11 @@ class Count:
 
     def _note(self, reason: str) -> None:
         """Count a call now, or put it on the tape of a recording."""
+        global _declined
         if torch.compiler.is_compiling():
             return
+        if reason == COMPILING:
+            _declined += 1
         notes = _notes.get()
         if notes is None:
             notes = _tape.get()
@@ -109,12 +116,6 @@ def declined() -> int:
     return _declined
 
 
-def _decline() -> PassedOn:
-    global _declined
-    _declined += 1
-    return PassedOn(COMPILING)
-
-
 def _kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """A key of the kernels of a call by one function: dtypes and shapes of tensors, and classes of modules."""
 
@@ -128,16 +129,17 @@ def _kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     return kind(args), kind(kwargs)
 
 
-def _random_states() -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The states of torch's generators, on the CPU and on the current GPU."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+def _random_states() -> list[tuple[torch.Generator, torch.Tensor]]:
+    """torch's generators and their states, on the CPU and on the current GPU. No operation of torch's is called for them."""
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return [(generator, generator.get_state()) for generator in generators]
 
 
-def _set_random_states(states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-    on_cpu, on_gpu = states
-    torch.set_rng_state(on_cpu)
-    if on_gpu is not None:
-        torch.cuda.set_rng_state(on_gpu)
+def _set_random_states(states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
+    for generator, state in states:
+        generator.set_state(state)
 
 
 _notes: contextvars.ContextVar[list[tuple[Count, str]] | None] = contextvars.ContextVar("notes", default=None)

@@ -284,30 +284,3 @@ def test_run_counts_calls_of_esmfold(tmp_path: pathlib.Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stderr.strip().splitlines()[-1].startswith("evoattn run: 1 attention call of esmfold 5.")
-
-
-LOADING = """
-import sys, evoattn.clients.running as running
-running.driver_version = lambda: {driver}
-thread = running.load_ahead()
-if thread is not None:
-    thread.join()
-assert running.load_ahead() is thread
-print(sum(name in sys.modules for name in running._OF_CALLS), "cutlass" in sys.modules)
-"""
-
-
-@pytest.mark.parametrize(
-    ("kept", "driver", "loads"), [(True, "'570.1'", True), (False, "'570.1'", False), (True, "None", False)]
-)
-def test_compilers_are_imported_where_kernels_are_kept(kept: bool, driver: str, loads: bool, tmp_path: pathlib.Path) -> None:
-    """On a machine with a GPU, which is not started: a program may fork."""
-    pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
-    if kept:
-        (tmp_path / "hopper").mkdir()
-        (tmp_path / "hopper" / "kernel.o").touch()
-    environment = {**os.environ, "EVOATTN_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", LOADING.format(driver=driver)], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == (["6", "True"] if loads else ["0", "False"])

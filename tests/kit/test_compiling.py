@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +34,7 @@ def launched(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     beside.tell.cache_clear()
     launch._plan_once.cache_clear()
     compiling._takes_files.cache_clear()
+    compiling.digest_of_triton().result()
     names: list[str] = []
     run = JITFunction.run
 
@@ -123,6 +125,21 @@ def test_a_repeated_launch_is_left_out_too() -> None:
         one(x)
 
     assert len(attempted(call)) == 1 and len(repeated) == 1
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_no_call_waits_for_the_digest_of_triton_where_nothing_is_kept(
+    empty: bool, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where kernels are kept it does: else calls after `evoattn warm` would be left to the client."""
+    digest: beside.Future[Any] = beside.Future()
+    monkeypatch.setattr(compiling, "digest_of_triton", lambda: digest)
+    monkeypatch.setattr(compiling, "_was_empty", lambda _: empty)
+    if empty:
+        assert attempted(normalise) == [digest] and not beside._pool._asked
+    else:
+        threading.Timer(0.2, digest.set_result, (None,)).start()
+        assert attempted(normalise)[0] is not digest and digest.done()
 
 
 def test_a_kernel_of_unaligned_tensors_is_another(launched: list[str]) -> None:

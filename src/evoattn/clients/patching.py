@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from evoattn.clients import graphs as recorded
+from evoattn.clients.loading import load_ahead
 from evoattn.clients.registry import NAMES, client
 from evoattn.clients.releases import UnknownRelease, check_files, check_function, is_known
 from evoattn.clients.site import KINDS, Client, Count, Site, in_words, precision_in_words
@@ -305,6 +306,7 @@ def patch(
     patched._apply(client(name), client(name).parts(layers, graphs))
     patched._calls += 1
     patched._fresh += 1
+    load_ahead()
     return patched
 
 

@@ -9,7 +9,6 @@ import collections
 import contextlib
 import errno
 import functools
-import importlib
 import json
 import mmap
 import os
@@ -20,11 +19,11 @@ import threading
 from typing import Any
 
 from evoattn.clients.graphs import ELSEWHERE
+from evoattn.clients.loading import load_ahead
 from evoattn.clients.patching import NAMES, client, patch_as_imported
 from evoattn.clients.releases import UnknownRelease
 from evoattn.clients.site import in_words, joined, precision_in_words
-from evoattn.compile import beside, cache
-from evoattn.core.devices import driver_version
+from evoattn.compile import beside
 from evoattn.dispatch import lookup
 
 VARIABLE = "EVOATTN_RUN"
@@ -40,12 +39,6 @@ UNREAD = """\
 A Python process that does not read evoattn's start-up file runs unpatched: \
 Python ignores it with -I, -E or -S, and if PYTHONPATH is removed, as by `env -i`. \
 Start the program without these, or call evoattn.patch() in it"""
-
-_OF_CALLS = (
-    *("evoattn.backends.hopper.forward_plan", "evoattn.backends.triton.forward_plan", "evoattn.kit.norm"),
-    *("evoattn.pair.multiplication.steps", "evoattn.pair.transitions.steps", "evoattn.pair.products.steps"),
-)
-"""Modules that import kernels and their compilers: those of calls in inference."""
 
 _MOST = 1024  # names of a process
 _BYTES = 8
@@ -227,26 +220,6 @@ def _tally(folder: str | None) -> Tally:
     lookup.listeners.append(functools.partial(tally.add, "backend"))
     beside.listeners.append(functools.partial(tally.add, "waited"))
     return tally
-
-
-@functools.cache
-def load_ahead() -> threading.Thread | None:
-    """Import on a thread, once, what calls on a GPU need, while the client reads its checkpoint. Starts no CUDA.
-
-    It takes seconds. Where no kernel is kept it is left to the first call whose kernels are there.
-    """
-    folder = cache.folder()
-    if driver_version() is None or folder is None or not any((folder / "hopper").glob("*.o")):
-        return None
-    thread = threading.Thread(target=_import_all, name="evoattn-imports", daemon=True)
-    thread.start()
-    return thread
-
-
-def _import_all() -> None:
-    for module in _OF_CALLS:
-        with contextlib.suppress(Exception):  # the call that needs it says what is wrong
-            importlib.import_module(module)
 
 
 def imported(module: str, names: list[str], folder: str | None, options: dict[str, Any]) -> None:

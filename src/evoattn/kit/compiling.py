@@ -16,8 +16,10 @@ import hashlib
 import importlib
 import json
 import pathlib
+import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +65,24 @@ def named_driver(capability: tuple[int, int]) -> Any:
     finally:
         with contextlib.suppress(RuntimeError):  # without a GPU there is no driver to go back to
             driver.reset_active()
+
+
+@functools.cache
+def digest_of_triton() -> Future[Any]:
+    """Begin to read all of Triton on a thread: its digest is a part of each key, and 300 MB take a second.
+
+    Triton keeps the digest. The thread leaves the interpreter to others while it reads and digests.
+    """
+    digest: Future[Any] = Future()
+
+    def read() -> None:
+        try:
+            digest.set_result(triton.runtime.cache.triton_key())
+        except Exception:  # Triton itself reads it then, or says what is wrong
+            digest.set_result(None)
+
+    threading.Thread(target=read, name="evoattn-digest", daemon=True).start()
+    return digest
 
 
 def key_of(text: str) -> str:
@@ -143,6 +163,10 @@ def compilation(wanted: Wanted, jitted: Any, ask: Callable[[], Any]) -> Compilat
     if not _takes_files(triton.knobs.cache.dir):
         beside.tell(f"{triton.knobs.cache.dir} cannot be written")
         return None
+    digest = digest_of_triton()
+    if not digest.done() and _was_empty(triton.knobs.cache.dir):
+        return digest  # before it is there no kernel has a key, and none is kept
+    digest.result()
     mode, found = triton.AsyncCompileMode(None), list[Compilation]()
 
     def submit(text: str, compile_one: Callable[[], Any], finish: Callable[[Any], Any], *_: Any) -> Any:
@@ -166,6 +190,12 @@ def compilation(wanted: Wanted, jitted: Any, ask: Callable[[], Any]) -> Compilat
         return None
     forget(jitted)
     return found[0]
+
+
+@functools.cache
+def _was_empty(folder: str) -> bool:
+    """Return whether Triton kept nothing in a folder when a process first asked."""
+    return not any(pathlib.Path(folder).glob("*"))
 
 
 @functools.cache

@@ -1,0 +1,41 @@
+"""What calls on a GPU need, imported on a thread while the client reads its checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import threading
+
+from evoattn.compile import cache
+from evoattn.core.devices import driver_version
+
+MODULES = (
+    *("evoattn.backends.triton.forward_plan", "evoattn.kit.norm", "evoattn.kit.compiling"),
+    *("evoattn.pair.multiplication.steps", "evoattn.pair.transitions.steps", "evoattn.pair.products.steps"),
+    "triton.experimental.gluon.nvidia.hopper",  # Triton imports it at its first launch
+)
+"""Those of calls in inference. They import Triton."""
+
+COMPILER = "evoattn.backends.hopper.forward_plan"
+"""Imports CuTe DSL, which takes 2 s. Where no kernel is kept it is left to the first call whose kernels are there."""
+
+
+@functools.cache
+def load_ahead() -> threading.Thread | None:
+    """Begin to import, once in a process, if it has a GPU of NVIDIA's. CUDA is not started: a program may fork."""
+    if driver_version() is None:
+        return None
+    thread = threading.Thread(target=_load, name="evoattn-imports", daemon=True)
+    thread.start()
+    return thread
+
+
+def _load() -> None:
+    folder = cache.folder()
+    kept = folder is not None and any((folder / "hopper").glob("*.o"))
+    for module in (*MODULES, *[COMPILER] * kept):
+        with contextlib.suppress(Exception):  # the call that needs it says what is wrong
+            found = importlib.import_module(module)
+            if module == "evoattn.kit.compiling":
+                found.digest_of_triton()

@@ -1,7 +1,9 @@
 """Hopper kernels of calls that do not wait for them. Nothing here runs on a GPU."""
 
+import importlib
 import os
 import pathlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,10 +33,12 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setattr(beside, "IDLE_S", 0.1)
     beside.tell.cache_clear()
     hopper._was_empty.cache_clear()
+    hopper._import_compiler.cache_clear()
     new_process()
     yield tmp_path
     new_process()
     hopper._was_empty.cache_clear()
+    hopper._import_compiler.cache_clear()
     beside.tell.cache_clear()
 
 
@@ -64,6 +68,7 @@ def test_workers_compile_what_a_call_lacks(folder: pathlib.Path, monkeypatch: py
     assert attempted(call)[0] == found
 
 
+@pytest.mark.filterwarnings("ignore:.* each process compiles its kernels")
 @pytest.mark.parametrize("place", ["", "a file"])
 def test_kernels_that_cannot_be_handed_on_are_waited_for(
     place: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -91,6 +96,13 @@ def test_the_first_call_on_a_bare_machine_does_not_import_the_compiler(
     assert planned is None and len(asked) == 1
     assert attempted(plan) == (None, asked)
     assert asked[0].result(120).error is None
+    began, importing = threading.Event(), importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", lambda name: (began.wait(), importing(name.removesuffix("ed")))[1])
+    planned, asked = attempted(plan)
+    assert planned is None and len(asked) == 1, "a thread imports the compiler"
+    assert attempted(plan) == (None, asked)
+    began.set()
+    assert asked[0].result(60) is None
     planned, asked = attempted(plan)
     assert planned is not None and not asked
     names = {kernel.name for kernel in planned.kernels}

@@ -5,11 +5,15 @@ Importing this package imports no CuTe DSL: the kernels are imported when a call
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import importlib
 import pathlib
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -128,8 +132,7 @@ def faster(problem: Problem) -> tuple[str, str] | None:
 
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
     """Plan a forward; see `evoattn.backends`."""
-    if _COMPILER not in sys.modules:
-        _leave_to_worker(inputs, scale, layout)
+    _leave_to_worker(inputs, scale, layout)
     if _COMPILER not in sys.modules and torch.is_grad_enabled() and any(x.requires_grad for x in inputs.qkv):
         first_calls.prestart(NAME, f"{__name__}.ahead")  # a backward will follow
     from evoattn.backends.hopper import forward_plan
@@ -165,18 +168,38 @@ def _on_device(tensor: Tensor, plan: Plan) -> Plan:
 def _leave_to_worker(inputs: Inputs, scale: float, layout: str) -> None:
     """Give up an attempt that would import the compiler, which takes seconds, if no kernel can be there.
 
-    A worker plans the forward in its place, and compiles the kernels.
+    A worker plans the forward in its place, and compiles the kernels. Then a thread imports the compiler.
     """
     attempt, folder, here = attempts.current(), cache.folder(), card(inputs.q.device)
+    begun = _import_compiler.cache_info().currsize > 0
     if attempt is None or folder is None or here is None or not _was_empty(folder / NAME):
+        return
+    if _import_compiler().done() if begun else _COMPILER in sys.modules:
         return
     like = [x if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in inputs]
     strides = [x if x is None else (x.dtype, *x.shape, *x.stride()) for x in inputs]
     task = Task(f"{__name__}.ahead:keep_forward", (like, scale, layout, here))
     planning = beside.submitted(f"{NAME} {scale} {layout} {strides}", task)
-    if planning is not None and not planning.done():
-        attempt.give_up(planning)
+    if planning is None:
+        return
+    missing = _import_compiler() if planning.done() else planning
+    if not missing.done():
+        attempt.give_up(missing)
         raise attempts.NotCompiled
+
+
+@functools.cache
+def _import_compiler() -> Future[None]:
+    """Begin to import the compiler, on a thread."""
+    imported: Future[None] = Future()
+
+    def load() -> None:
+        with contextlib.suppress(Exception):  # the call that needs it says what is wrong
+            importlib.import_module(_COMPILER)
+        imported.set_result(None)
+
+    threading.Thread(target=load, name="evoattn-imports", daemon=True).start()
+    return imported
 
 
 @functools.cache

@@ -83,8 +83,8 @@ def test_a_launch_reads_what_was_kept_for_hopper(training: bool, cache: pathlib.
         loaded.append(kernel.name)
         return lambda *arguments: None
 
-    compiled = launch.find_kernel
-    monkeypatch.setattr(launch, "find_kernel", run)
+    compiled = launch.load_kernel
+    monkeypatch.setattr(launch, "load_kernel", run)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     plan, arguments = planned(call, hopper)
     plan.run(*arguments)

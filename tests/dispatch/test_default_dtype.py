@@ -209,7 +209,7 @@ def test_hopper_plans_the_same_room(
     def compiled(kernel: Any) -> Any:
         return lambda *arguments: numbers.extend(x for x in arguments if isinstance(x, float))
 
-    monkeypatch.setattr(launch, "find_kernel", compiled)
+    monkeypatch.setattr(launch, "load_kernel", compiled)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(backward_launches, "resident_clusters", lambda *arguments: 66)

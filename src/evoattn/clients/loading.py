@@ -1,4 +1,4 @@
-"""What calls on a GPU need, imported on a thread while the client reads its checkpoint."""
+"""Imports of what calls on a GPU need, on a thread, while the client reads its checkpoint."""
 
 from __future__ import annotations
 

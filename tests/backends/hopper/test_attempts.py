@@ -57,7 +57,7 @@ def test_workers_compile_what_a_call_lacks(folder: pathlib.Path, monkeypatch: py
     several = kernels()[:2]
 
     def call() -> list[Any]:
-        return [ahead.find_kernel(kernel) for kernel in several]
+        return [ahead.load_kernel(kernel) for kernel in several]
 
     _, asked = attempted(call)
     assert len(asked) == 2
@@ -76,7 +76,7 @@ def test_kernels_that_cannot_be_handed_on_are_waited_for(
     (folder / "a file").touch()
     monkeypatch.setenv("EVOATTN_CACHE_DIR", place and str(folder / place))
     with pytest.warns(UserWarning, match=r"calls wait for their kernels to be compiled: .*(is empty|cannot be written)"):
-        found, asked = attempted(lambda: ahead.find_kernel(kernels()[0]))
+        found, asked = attempted(lambda: ahead.load_kernel(kernels()[0]))
     assert callable(found) and not asked
 
 

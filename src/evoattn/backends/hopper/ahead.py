@@ -73,15 +73,6 @@ def _file(name: str) -> pathlib.Path | None:
     return None if folder is None else folder / "hopper" / f"{name}-{_symbol(name).removeprefix('evoattn_')}.o"
 
 
-def find_kernel(kernel: KernelVariant) -> Any:
-    """Return a kernel as a function. None if it is not there, and an attempt that does not wait for it has been given up."""
-    attempt = attempts.current()
-    if attempt is not None and kernel.name not in functions and (compilation := _compilation(kernel)) is not None:
-        attempt.give_up(compilation)
-        return None
-    return load_kernel(kernel)
-
-
 def _compilation(kernel: KernelVariant) -> attempts.Compilation | None:
     """The compilation of a kernel by a worker. None: it is kept, or no worker can hand it on."""
     path = _file(kernel.name)
@@ -102,10 +93,15 @@ def keep_forward(inputs: list[Any], scale: float, layout: str, card: Card) -> No
 def load_kernel(kernel: KernelVariant) -> Any:
     """Return a kernel as a function; from its file if an earlier process made it.
 
+    None: it is not there, and the attempt that would launch it was given up.
+
     It is made in a thread of its own. Ctrl-C, or a signal handler that raises, reaches the caller: inside the compiler it would
     abort the process. What was begun goes on meanwhile, and the next call finds it. Threads that want one kernel share it.
     """
-    function = functions.get(kernel.name)
+    function, attempt = functions.get(kernel.name), attempts.current()
+    if function is None and attempt is not None and (compilation := _compilation(kernel)) is not None:
+        attempt.give_up(compilation)
+        return None
     if function is None:
         result: Future[Any] = Future()
         threading.Thread(target=contextvars.copy_context().run, args=(_make, kernel, result)).start()

@@ -18,7 +18,7 @@ import tvm_ffi
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream
 
-from evoattn.backends.hopper.ahead import find_kernel
+from evoattn.backends.hopper.ahead import load_kernel
 from evoattn.core import attempts
 
 types = {
@@ -236,7 +236,7 @@ def plan_launch(
     def launch(*addresses: int | None) -> None:
         nonlocal function
         if function is None:
-            function = find_kernel(kernel)
+            function = load_kernel(kernel)
         if attempts.given_up():
             return
         function(known, stream(index), *[addresses[i] for i in positions], *constants)

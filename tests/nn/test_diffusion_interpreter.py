@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tests.helpers.interpreted import INTERPRETED, run
 
@@ -25,7 +26,7 @@ else:
 
     interpreter.patch()
 
-    from evoattn.nn import diffusion_steps, sampling
+    from evoattn.nn import condition_steps, diffusion_steps, sampling
     from evoattn.testing import relative_error
     from tests.nn.transformers import transformer
 
@@ -90,6 +91,27 @@ else:
         a, s, z = (torch.randn(shape, generator=rng) for shape in ((1, 2, 9, 16), (1, 1, 9, 12), (1, 1, 9, 9, 8)))
         mask = (torch.arange(9) < 7).float().view(1, 1, 9)
         compare(transformer(*SIZES, threefold=False), a, s, z, mask, None, mask)
+
+    @pytest.mark.parametrize("biased", [False, True])
+    def test_transition_of_a_condition(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """No further from float64 than the modules, in one launch less for each. Its weights are split once."""
+        monkeypatch.setattr(condition_steps, "takes", lambda *_: True)
+        norm = nn.LayerNorm(24, bias=biased)
+        first, second, last = nn.Linear(24, 40, bias=False), nn.Linear(24, 40, bias=False), nn.Linear(40, 24, bias=False)
+        x = torch.randn(2, 9, 24)
+        with torch.no_grad():
+            norm.weight.copy_(torch.rand(24) + 0.5)
+            assert condition_steps.add_transition(x, norm, first, second, last) is None, "outside of a sampling"
+            y = norm(x)
+            plain = x + last(F.silu(first(y)) * second(y))
+            with sampling():
+                results = [condition_steps.add_transition(x, norm, first, second, last) for _ in range(2)]
+                first.register_forward_hook(lambda *_: None)
+                assert condition_steps.add_transition(x, norm, first, second, last) is None
+            norm, first, second, last = (each.double() for each in (norm, first, second, last))
+            y = norm(x.double())
+            true = x + last(F.silu(first(y)) * second(y))
+        assert torch.equal(*results) and relative_error(results[0], true) <= max(1.5 * relative_error(plain, true), 5e-7)
 
     def test_tensors_of_any_strides() -> None:
         """The same for all positions, or in turned memory."""

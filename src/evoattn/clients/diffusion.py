@@ -23,6 +23,7 @@ from evoattn.clients.site import TRANSFORMER, Count, Site
 from evoattn.core import attempts
 from evoattn.core.keeping import fact, keeps, made_once
 from evoattn.nn import diffusion_steps
+from evoattn.nn.condition_steps import add_transition
 from evoattn.nn.diffusion import DiffusionTransformer, ThreefoldConditionedTransition, ToKeys
 from evoattn.nn.submodules import has_hooks
 
@@ -247,10 +248,18 @@ def shared_condition(original: Callable[..., Any], count: Count) -> Callable[...
         fourier = self.norm_fourier(self.fourier_embed(times))
         s = self.fourier_to_single(fourier)[:, None] + s
         for transition in self.transitions:
-            s = transition(s) + s
+            s = _moved(s, transition)
         return s, fourier
 
     return forward
+
+
+def _moved(s: Tensor, transition: Any) -> Tensor:
+    """s + transition(s)."""
+    moved = None
+    if type(transition).__qualname__ == "Transition" and "forward" not in vars(transition):
+        moved = add_transition(s, transition.norm, transition.fc1, transition.fc2, transition.fc3)
+    return transition(s) + s if moved is None else moved
 
 
 def _embedded(condition: Any, s_trunk: Tensor, s_inputs: Tensor) -> Tensor:

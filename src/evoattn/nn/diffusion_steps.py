@@ -221,7 +221,7 @@ class OfCondition(NamedTuple):
 
 def kept_condition(prepared: Prepared, a: Tensor, s: Tensor) -> OfCondition | None:
     """Make all that s gives, which `run` takes in its place in several calls. None: it would take more than 256 MiB."""
-    low, channels = _is_exact(), a.shape[-1]
+    low, channels = is_exact(), a.shape[-1]
     s, samples = _shared(s, a.shape[:-2], a.shape[-2])
     if len(prepared.blocks) > _group(channels, s):
         return None
@@ -240,7 +240,7 @@ def run(
     """`DiffusionTransformer.forward` of a call, whose arguments are checked. A pair bias of another dtype is cast each time."""
     from evoattn.pair.products import steps
 
-    low = _is_exact()
+    low = is_exact()
     dtype, blocks = attention_dtype(), prepared.blocks
     weights, _ = prepared.weights(low)
     lead, positions, channels = a.shape[:-2], a.shape[-2], a.shape[-1]
@@ -314,7 +314,7 @@ def _project_apart(w: Block, x: Any, keys: Any, out: Tensor) -> None:
         steps.product(y, w.qkvg.rows(start, count), bias, out=out[:, part])
 
 
-def _is_exact() -> bool:
+def is_exact() -> bool:
     """Return whether factors need both halves."""
     return precision() == "exact" and float32_products() != "tf32"
 

@@ -62,7 +62,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, precision: 
     dtypes = [dtype_name(y.dtype) for y in (x, weight, bias) if y is not None]
     if len(set(dtypes)) > 1 and not torch.is_autocast_enabled(x.device.type):
         raise ValueError(f"x, weight and bias must have one dtype, got {', '.join(dtypes)}")
-    if not _takes(x, weight, bias):
+    if not takes(x, weight, bias):
         return F.linear(x, weight, bias)
     from evoattn.pair.products import steps
 
@@ -72,7 +72,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, precision: 
     return steps.product(rows, halves, bias).view(*x.shape[:-1], weight.shape[0])
 
 
-def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether the kernels compute a call."""
     if not x.is_cuda or x.dtype != torch.float32 or not guards.only_computes() or not installed("triton"):
         return False
@@ -104,7 +104,7 @@ def linear_of_layer(
         is small.
     """
     others = (bias, gate, *(() if norm is None else norm[:2]))
-    if not _takes(x, weight, bias) or x.numel() * weight.shape[0] < SMALLEST or float32_products() == "tf32":
+    if not takes(x, weight, bias) or x.numel() * weight.shape[0] < SMALLEST or float32_products() == "tf32":
         return None
     if is_recorded(*others) or any(y is not None and y.dtype != torch.float32 for y in (weight, *others)):
         return None

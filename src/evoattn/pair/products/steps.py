@@ -119,12 +119,12 @@ def split(
     return out
 
 
-def split_normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Halves:
+def split_normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, low: bool = True) -> Halves:
     """Split norm(x) weight + bias, for x `[R, K]` and a norm whose weight and bias `[K]` may be None."""
     if bias is None:
-        return split(x, kind="norm", factor=weight, eps=eps)
+        return split(x, kind="norm", factor=weight, eps=eps, low=low)
     weight = constant(1.0, bias.shape, bias.dtype, bias.device) if weight is None else weight
-    return split(x, *(y.contiguous().expand(x.shape) for y in (weight, bias)), kind="adapt", eps=eps)
+    return split(x, *(y.contiguous().expand(x.shape) for y in (weight, bias)), kind="adapt", eps=eps, low=low)
 
 
 def split_weights(weights: Sequence[Tensor], *, factors: Sequence[Tensor | None] | None = None, low: bool = True) -> Halves:

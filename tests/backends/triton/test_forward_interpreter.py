@@ -6,7 +6,6 @@ this file starts itself once more with the variable set.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,8 +32,7 @@ else:
     from evoattn.backends.triton import forward_plan
     from evoattn.backends.triton.key_bias_plan import plan_key_bias
     from evoattn.core.config import Config
-    from evoattn.dispatch import calls
-    from evoattn.kit import cards, halves
+    from evoattn.kit import cards
     from evoattn.kit import overlap as overlap_module
     from evoattn.kit.overlap import overlap
     from evoattn.kit.strides import split
@@ -77,20 +75,6 @@ else:
         if LOW.index(case) % 3 == 0:
             check(dataclasses.replace(case, dtype=torch.float16).make(seed=2))
 
-    @pytest.fixture
-    def by_float16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """Products of float32 numbers are three of float16."""
-        monkeypatch.setattr(forward_plan, "FLOAT32_PRODUCTS", halves.PRECISION)
-        calls.forget()
-        yield
-        calls.forget()
-
-    @pytest.mark.usefixtures("by_float16")
-    @pytest.mark.parametrize("case", CASES[::3], ids=lambda case: getattr(case, "name", None))
-    def test_products_of_float16_agree_with_float64(case: testing.Case) -> None:
-        check(case.make(seed=1))
-
-    @pytest.mark.usefixtures("by_float16")
     def test_products_of_float16_take_keys_and_values_of_all_sizes() -> None:
         inputs = testing.Case("sizes", n=2, lq=20, lk=70, d=16, pair_bias="b1hqk").make(seed=4)
         sizes = torch.logspace(-6, 6, inputs.v.shape[-1])

@@ -24,8 +24,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use; the interpreter has the kernels"),
 ]
 
-_SPLIT = 2.5e-7
-"""What products of float16 may lose where float32 loses less: see `products.is_close`."""
+_SPLIT = 2.0**-22
+"""What a product of float16 may lose where float32 loses less: see `products.is_close`. Products in a row add up as squares."""
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def test_multiplications_are_no_further_from_float64_than_float32(
     right = multiplication.reference(z.double(), mask.double(), doubles(parameters), options)
     monkeypatch.setattr(products, "_takes", lambda *_: False)
     plain = multiplication.reference(z, mask, parameters, options)
-    assert relative_error(y, right) <= max(relative_error(plain, right), _SPLIT)
+    assert relative_error(y, right) <= max(relative_error(plain, right), 3**0.5 * _SPLIT)
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy tails", "mean of 100"])
@@ -79,7 +79,7 @@ def test_transitions_are_no_further_from_float64_than_float32(
     right = transition.dense(x.double(), mask.double(), doubles(parameters), options)
     monkeypatch.setattr(products, "_takes", lambda *_: False)
     plain = transition.dense(x, mask, parameters, options)
-    assert relative_error(y, right) <= max(relative_error(plain, right), _SPLIT)
+    assert relative_error(y, right) <= max(relative_error(plain, right), 2**0.5 * _SPLIT)
 
 
 @pytest.mark.parametrize("length", [80, 96, 128, 208, 512])

@@ -92,7 +92,10 @@ def turn(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def multiply(a, b, PRECISION: tl.constexpr, acc=None):
-    """a b + acc of two factors. The sum with acc is outside of the tensor core, which cuts off digits."""
+    """a b + acc of two factors. The sum with acc is outside of the tensor core, which cuts off digits.
+
+    At most 128 numbers are added up inside of it. With 64, as in `pair.products`, rows would be in registers and spill.
+    """
     if PRECISION == _NAME:
         b_y = tl.dot(a.hi, b.lo)
         b_y = tl.dot(a.lo, b.hi, b_y)

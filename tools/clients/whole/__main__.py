@@ -43,7 +43,7 @@ def _compare(folder: pathlib.Path, model: str, command: str, environment: dict[s
     """Run a model twice and print its line; return what is wrong."""
     plain, ours = (folder / f"{model}-{way}" for way in ("plain", "evoattn"))
     _run(command, plain, environment)
-    printed = _run(f"evoattn run {command}", ours, environment)
+    printed = _run(f"evoattn run --wait {command}", ours, environment)
     found = compare(plain, ours)
     calls = calls_of(printed)
     print(COLUMNS.format(model, found.atoms, f"{found.size:.3g}", f"{found.largest:.1e}", calls or 0), flush=True)

@@ -216,21 +216,28 @@ def test_rotations_are_those_that_the_client_draws(at_once: bool) -> None:
 
 
 @pytest.mark.parametrize("samples", [1, 2])
-def test_the_loop_is_that_of_the_client(samples: int) -> None:
-    """Bit for bit, with the client's own denoiser inside, and all that it returns."""
+def test_the_loop_is_that_of_the_client(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, with the client's own denoiser inside, and all that it returns. An exchanged augmentation is called."""
+    ours: list[Any] = []
+    turns = rf3_denoiser._turns
+    monkeypatch.setattr(rf3_denoiser, "_turns", lambda *args: ours.append(args) or turns(*args))
     denoiser, make = rf3(CPU)
     in_float(denoiser)
     (expected,) = sampled([(samples, 9)], make)
-    sampler, count = make(1, 3).func.__self__, Count()
+    sampler = make(1, 3).func.__self__
     sampler.sample_diffusion_like_af3 = functools.partial(
-        rf3_denoiser.sampled(type(sampler).sample_diffusion_like_af3, count), sampler
+        rf3_denoiser.sampled(type(sampler).sample_diffusion_like_af3, Count()), sampler
     )
     (result,) = sampled([(samples, 9)], make)
-    assert count.replaced == 1
+    assert len(ours) == 1
     assert list(result) == list(expected) and torch.equal(result["X_L"], expected["X_L"])
     for name in list(result)[1:]:
         assert len(result[name]) == STEPS
         assert all(torch.equal(x, y) for x, y in zip(result[name], expected[name], strict=True))
+    inference = module("rf3.diffusion_samplers.inference_sampler")
+    monkeypatch.setattr(inference, "centre_random_augmentation", lambda x, *_: x + 1)
+    (moved,) = sampled([(samples, 9)], make)
+    assert len(ours) == 1 and not torch.equal(moved["X_L"], expected["X_L"])
 
 
 @pytest.mark.slow

@@ -192,18 +192,20 @@ def test_what_samples_and_steps_share_is_made_once(monkeypatch: pytest.MonkeyPat
         forward(module, shared)  # as the client says it
 
 
-ASKED: list[int] = []
-
-
 def keys(x: Tensor, matrix: Tensor, size: int) -> Tensor:
     """The rows of x that a matrix picks."""
-    ASKED.append(size)
+    vars(keys)["asked"].append(size)
     return (matrix @ x.flatten(0, -2)).view(1, -1, x.shape[-1])
+
+
+def shifted(x: Tensor, a: Any, b: Any) -> Tensor:
+    """The rows of x that a picks, or those of b turned round."""
+    return keys(x, a, 4) if isinstance(a, Tensor) else keys(x, b, 4).flip(1)
 
 
 def test_keys_of_windows_are_found_once() -> None:
     """For the same tensors and numbers, however often the client makes the function anew."""
-    ASKED.clear()
+    vars(keys)["asked"] = asked = []
 
     def rows(matrix: Tensor, size: int) -> Tensor:
         pick = functools.partial(keys, matrix=matrix, size=size)
@@ -216,10 +218,15 @@ def test_keys_of_windows_are_found_once() -> None:
 
     matrix, other = torch.eye(6).flip(0)[:4], torch.eye(6)[:4]
     with keeping.sampling():
-        assert rows(matrix, 4).tolist() == rows(matrix, 4).tolist() == [6, 5, 4, 3] and len(ASKED) == 1
-        assert rows(other, 4).tolist() == [1, 2, 3, 4] and rows(matrix, 5).tolist() == [6, 5, 4, 3] and len(ASKED) == 3
+        assert rows(matrix, 4).tolist() == rows(matrix, 4).tolist() == [6, 5, 4, 3] and len(asked) == 1
+        assert rows(other, 4).tolist() == [1, 2, 3, 4] and rows(matrix, 5).tolist() == [6, 5, 4, 3] and len(asked) == 3
         matrix.copy_(other)
         assert rows(matrix, 4).tolist() == [1, 2, 3, 4]
+        rows_of = [
+            diffusion._kept(functools.partial(shifted, a=x, b=y), functools.partial(shifted, a=x, b=y), (1, 1), 6).rows
+            for x, y in ((matrix, 0), (0, matrix))
+        ]
+        assert not torch.equal(*rows_of), "which argument the tensor is"
         box = [matrix]
         assert diffusion._kept(lambda x: box[0] @ x, len, (1, 1), 6) is len  # what a list holds may change
 

@@ -187,3 +187,14 @@ def test_every_known_layer_has_the_kind_of_ours() -> None:
 )
 def test_calls_in_words(calls: dict[str, int], words: str) -> None:
     assert in_words(calls) == words
+
+
+def test_a_module_in_the_place_of_esmfolds_sequence_mlp_is_called() -> None:
+    from evoattn.clients import esmfold
+
+    class Mine(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 100
+
+    x = torch.ones(2, 3)
+    assert torch.equal(esmfold._sequence_mlp(Mine(), x), x + 100)

@@ -154,7 +154,8 @@ else:
             return run_product(x, w, *arguments, **named)
 
         monkeypatch.setattr(product_steps, "product", watched)
-        monkeypatch.setattr(product_call, "_takes", lambda *_: True)
+        monkeypatch.setattr(product_call, "takes", lambda *_: True)
+        monkeypatch.setattr(product_call, "_OLDEST", (0, 0))
         monkeypatch.setattr(product_call, "SMALLEST", 1)
         return shapes
 
@@ -196,6 +197,16 @@ else:
             assert product_call.linear_of_layer(x, w, b) is None
         assert product_call.linear_of_layer(x, w, b, gate=torch.randn(5, 16, requires_grad=True)) is None
         assert product_call.linear_of_layer(x, w, b, norm=(b.bfloat16(), b, 1e-5)) is None
+
+    def test_gates_and_norms_of_any_strides(taken: list[Any]) -> None:
+        """A gate from a convolution has its channels first. A norm may be a column of a stack."""
+        x, w, gate = torch.randn(6, 16), torch.randn(8, 16), torch.randn(16, 6).t()
+        stack = torch.randn(16, 3)
+        results = [product_call.linear_of_layer(x, w, None, gate=g) for g in (gate, gate.contiguous())]
+        column = stack[:, 1]
+        results += [product_call.linear_of_layer(x, w, None, norm=(y, None, 1e-5)) for y in (column, column.contiguous())]
+        assert all(y is not None for y in results)
+        assert torch.equal(*results[:2]) and torch.equal(*results[2:])  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("which", ["weight and bias", "weight", "bias", "neither"])
     def test_norms_without_weight_or_bias(which: str, taken: list[Any]) -> None:

@@ -82,7 +82,6 @@ class PairLayers(nn.Module):
         self.transition: Any = layer_of(getattr(block, transition))
         for name in called:
             setattr(self, name, getattr(block, name))
-        self._ran: set[tuple[torch.dtype, torch.Size, bool]] = set()
         self._inner = tuple(x for part in (self.layers, self.transition) for x in part.modules())
 
     def run(
@@ -117,9 +116,7 @@ class PairLayers(nn.Module):
         is_observed = any(has_hooks(x) or "forward" in x.__dict__ for x in self._inner)
         may_overwrite = not torch.is_grad_enabled() and not is_observed and guards.only_computes()
         in_place = in_place and may_overwrite and torch.promote_types(z.dtype, self.compute_dtype(z)) == z.dtype
-        # An attempt may be given up after its first layer. Only once a call like it has run does it overwrite the caller's z.
-        kind, may_be_given_up = (z.dtype, z.shape, mask is None), attempts.may_be_given_up()
-        in_place = in_place and (not may_be_given_up or kind in self._ran)
+        in_place = in_place and not attempts.may_be_given_up()  # an attempt may be given up after its first layer
         if in_place:
             mask, transition_mask = kept(mask, z), kept(transition_mask, z)
         for which, layer in enumerate(self.layers):
@@ -127,9 +124,7 @@ class PairLayers(nn.Module):
             z = layer.add_to(z, mask, self._drawn(z, which, draw), in_place=in_place, **options)
             in_place = may_overwrite
         z = self.transition.add_to(z, transition_mask, in_place=in_place)
-        if may_be_given_up:
-            attempts.check()  # before modules of the caller's that follow get what has no values
-            self._ran.add(kind)
+        attempts.check()  # before modules of the caller's that follow get what has no values
         return z
 
     def compute_dtype(self, z: Tensor) -> torch.dtype:

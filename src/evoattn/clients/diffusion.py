@@ -160,12 +160,16 @@ def _refers(value: Any, owners: list[Any], numbers: list[Any]) -> bool:
     if isinstance(value, functools.partial):
         numbers.append(list(value.keywords))
         return all(_refers(x, owners, numbers) for x in (value.func, *value.args, *value.keywords.values()))
+    numbers.append(type(value).__name__)  # so the order of numbers and owners is in the key
     if isinstance(value, Tensor):
         owners.append(value)
         return True
     if not isinstance(value, types.FunctionType) or any(x is value.__code__ for x in owners):
         return False
     owners.append(value.__code__)
+    found = (value.__globals__.get(name) for name in value.__code__.co_names)
+    if not all(x is None or isinstance(x, types.ModuleType | types.FunctionType | type) for x in found):
+        return False
     inner = [*(cell.cell_contents for cell in value.__closure__ or ()), *(value.__defaults__ or ())]
     return not value.__kwdefaults__ and all(_refers(x, owners, numbers) for x in inner)
 

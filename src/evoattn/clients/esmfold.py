@@ -70,9 +70,11 @@ def _residue_mlp(layer: Any, x: Tensor, **switches: Any) -> Tensor:
 
 def _sequence_mlp(layer: Any, x: Tensor) -> Tensor:
     """The transition of the sequence. If it is too wide for the kernels of one, its products are those of other layers."""
-    mlp = layer.mlp
-    plain = type(mlp) is nn.Sequential and len(mlp) == 5 and "forward" not in vars(layer)
-    if not plain or has_hooks(layer) or has_hooks(mlp) or features(mlp, "in_features") <= WIDEST:
+    is_known = f"{type(layer).__module__}:{type(layer).__qualname__}" == f"{_MODULE}:EsmFoldResidueMLP"
+    mlp = layer.mlp if is_known and "forward" not in vars(layer) else None
+    if type(mlp) is not nn.Sequential or len(mlp) != 5 or has_hooks(layer) or has_hooks(mlp):
+        return layer(x)  # type: ignore[no-any-return]
+    if features(mlp, "in_features") <= WIDEST:
         return layer(x)  # type: ignore[no-any-return]
     norm, first, activation, last, drop = cast(Any, mlp)
     return x + drop(linear(activation(linear(norm(x), first)), last))  # type: ignore[no-any-return]

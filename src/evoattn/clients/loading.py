@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import threading
 
 from evoattn.compile import cache
@@ -17,6 +18,9 @@ MODULES = (
 )
 """Those of calls in inference. They import Triton."""
 
+_LONGEST_S = 20.0
+"""Seconds that a fork waits for the imports. They may be waiting for an import of the thread that forks."""
+
 COMPILER = "evoattn.backends.hopper.forward_plan"
 """Imports CuTe DSL, which takes 2 s. Where no kernel is kept it is left to the first call whose kernels are there."""
 
@@ -27,7 +31,14 @@ def load_ahead() -> threading.Thread | None:
     if driver_version() is None:
         return None
     thread = threading.Thread(target=_load, name="evoattn-imports", daemon=True)
+
+    def wait() -> None:
+        if threading.current_thread() is not thread:
+            thread.join(_LONGEST_S)
+
     thread.start()
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=wait)  # a child would wait for ever for what the thread was importing
     return thread
 
 

@@ -267,14 +267,14 @@ def patch(
             `evoattn.nn.sampling` takes it. The last two need `graphs=True`. All other calls have the client's own precision,
             and the report counts those that do not. None: that of an earlier patch of this client, else "exact".
         wait: whether calls wait for their kernels to be compiled. False: worker processes compile kernels that are not kept,
-            and the client's own code computes inference calls meanwhile, in the client's own precision. So a first prediction
-            ends no later than without evoattn, and the calls that follow it may differ from it by rounding. The report counts
-            such calls. None: as an earlier patch of this client, else True.
+            and the client's own code computes inference calls meanwhile, in the client's own precision. So the calls that
+            follow may differ by rounding. The report counts such calls. None: as an earlier patch of this client, else True.
 
     Returns:
         A `Patch`: a context manager with `undo()`, `sites`, `calls`, `calls_by_kind`, `calls_by_site`, `passed_on` and `steps`.
 
     Raises:
+        TypeError: `wait` is no bool and not None.
         ValueError: the name or the precision is not known, `graphs` is True and none of the client's steps can be recorded,
             nothing of the client would have the precision, or an earlier patch of the client has another precision or `wait`.
         ImportError: the client is not installed.
@@ -288,8 +288,10 @@ def patch(
     """
     wanted = "exact" if precision is None else precision
     check_precision(wanted)
+    if wait is not None and not isinstance(wait, bool):
+        raise TypeError(f"wait must be True, False or None, got {wait!r}")
     if name is None:
-        return _patch_all(layers, graphs, wanted, wait is not False)
+        return _patch_all(layers, graphs, wanted, wait)
     if name not in NAMES:
         raise ValueError(f"name must be one of {', '.join(map(repr, NAMES))}, or None for all that are installed; got {name!r}")
     if graphs and not client(name).steps:
@@ -327,14 +329,16 @@ def check_reach(precision: str, names: Sequence[str], layers: bool, graphs: bool
         )
 
 
-def _patch_all(layers: bool, graphs: bool, precision: str, waits: bool) -> Patch:
+def _patch_all(layers: bool, graphs: bool, precision: str, wait: bool | None) -> Patch:
     check_reach(precision, NAMES, layers, graphs)
-    patched = Patch(precision=precision, waits=waits)
+    patched = Patch(precision=precision, waits=wait is not False)
     for name in NAMES:
         if name in active:
             has = active[name].precision
             if has != precision and client(name).has_transformers:
                 print(f"evoattn leaves {name} in precision {has!r}: another patch of it is active", file=sys.stderr)
+            if wait not in (None, active[name].waits):
+                print(f"evoattn leaves {name} with wait={not wait}: another patch of it is active", file=sys.stderr)
             continue
         if client(name).installed is None:
             continue

@@ -295,7 +295,7 @@ def step(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
 
 def sampled(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
     """The sampling loop without waits of the host. Under autocast "exact" is no further from float64 than that is."""
-    return graphs.loop(_sampled(original, count), count, _precision)
+    return graphs.loop(_sampled(original, Count()), count, _precision)  # the loop itself has no kernels
 
 
 def _precision(asked: str) -> str:
@@ -318,9 +318,11 @@ def _sampled(
 ) -> Any:
     """The client's loop, which draws the same random numbers. It waits for the GPU once, to read the noise levels.
 
-    The original computes if gradients are recorded.
+    The original computes if gradients are recorded, or if somebody has exchanged the augmentation.
     """
-    if torch.is_grad_enabled():
+    own = sys.modules["foundry.utils.rotation_augmentation"]
+    sampler = sys.modules["rf3.diffusion_samplers.inference_sampler"]
+    if torch.is_grad_enabled() or sampler.centre_random_augmentation is not own.centre_random_augmentation:  # type: ignore[attr-defined]
         return PassedOn()
     levels = self._construct_inference_noise_schedule(device=S_inputs_I.device)
     raised = (levels > self.gamma_min).tolist()[1:]
@@ -329,7 +331,6 @@ def _sampled(
         c0=levels[0], D=shape[0], L=shape[1], coord_atom_lvl_to_be_noised=coord_atom_lvl_to_be_noised
     )
     result: dict[str, Any] = {"X_noisy_L_traj": [], "X_denoised_L_traj": [], "t_hats": []}
-    own = sys.modules["foundry.utils.rotation_augmentation"]
     # The client draws them on the default device. If that is the CPU, and the noise is drawn on a GPU, their order is the same.
     at_once = x.device.type != "cpu" and torch.get_default_device().type == "cpu"
     turns = _turns(own, len(raised), shape[0], x.device, at_once)
@@ -387,5 +388,8 @@ def step_sites() -> tuple[Site, ...]:
     return (
         Site("rf3.model.RF3_structure", "DiffusionModule.forward", step),
         Site(sampler, "SampleDiffusion.sample_diffusion_like_af3", sampled, counted=False),
-        *checked(augmentation, "centre", "get_random_augmentation", "uniform_random_rotation"),
+        *checked(
+            augmentation,
+            *("centre", "centre_random_augmentation", "get_random_augmentation", "uniform_random_rotation"),
+        ),
     )

@@ -87,10 +87,13 @@ def _augmentations(steps: int, x: Tensor) -> Iterator[tuple[Tensor, Tensor, Tens
     The rotations of several steps are made of their quaternions at once: each takes fifty small launches.
     """
     utils, count = _client("modules.utils"), x.shape[0]
-    options: dict[str, Any] = {"dtype": x.dtype, "device": x.device}
     for first in range(0, steps, _DRAWN):
         drawn = [
-            (torch.randn((count, 4), **options), torch.randn((count, 1, 3), **options), _drawn(x.shape, x.device))
+            (
+                torch.randn((count, 4), dtype=x.dtype, device=x.device),
+                torch.randn((count, 1, 3), dtype=x.dtype, device=x.device),
+                _drawn(x.shape, x.device),
+            )
             for _ in range(min(_DRAWN, steps - first))
         ]
         quaternions = torch.cat([quaternion for quaternion, _, _ in drawn])

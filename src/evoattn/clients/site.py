@@ -14,6 +14,8 @@ import torch
 
 from evoattn.core import attempts, keeping
 from evoattn.core.devices import installed_version
+from evoattn.dispatch.distributed import is_distributed
+from evoattn.nn.submodules import has_global_hooks, has_hooks
 
 if TYPE_CHECKING:
     from evoattn.clients.blocks import KnownBlock, SplitBlock
@@ -38,14 +40,20 @@ class Count:
     def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what a function returns that computes a call by kernels. `PassedOn` if they are being compiled meanwhile.
 
-        Then the call has left no trace: no count, no random number drawn, nothing that a sampling keeps. A call whose gradients
-        may be recorded waits, because its backward would have to. So does one that is recorded as a CUDA graph.
+        Then the call has left no trace: no count, no random number drawn, nothing that a sampling keeps. Calls wait that
+        `_must_wait`. What another thread draws from the same generators meanwhile is drawn again.
         """
-        if self.waits or torch.compiler.is_compiling() or torch.is_grad_enabled() or keeping.is_capturing():
+        if self.waits or torch.compiler.is_compiling() or torch.is_grad_enabled():
             return function(*args, **kwargs)
+        if keeping.is_capturing():
+            with attempts.waiting():
+                return function(*args, **kwargs)
         if self.is_compiling(*args, **kwargs):
             return PassedOn(COMPILING)
-        states, notes = _random_states(), list[tuple[Count, str]]()
+        values = list(_values((args, kwargs)))
+        if _must_wait(values):
+            return function(*args, **kwargs)
+        states, notes = _random_states(values), list[tuple[Count, str]]()
         try:
             with attempts.attempt() as attempt, _noted(notes):
                 result = function(*args, **kwargs)
@@ -80,9 +88,9 @@ class Count:
             return
         if reason == COMPILING:
             _declined += 1
-        notes = _notes.get()
+        notes = _tape.get()
         if notes is None:
-            notes = _tape.get()
+            notes = _notes.get()
         if notes is None:
             self.add(reason)
         else:
@@ -129,11 +137,33 @@ def _kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     return kind(args), kind(kwargs)
 
 
-def _random_states() -> list[tuple[torch.Generator, torch.Tensor]]:
-    """torch's generators and their states, on the CPU and on the current GPU. No operation of torch's is called for them."""
+def _values(value: Any) -> Iterator[Any]:
+    """The values in lists, tuples and dicts."""
+    if isinstance(value, list | tuple | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _values(inner)
+    else:
+        yield value
+
+
+def _must_wait(values: list[Any]) -> bool:
+    """Return whether a call of these arguments must not be given up.
+
+    Its backward would wait if a module is training: a checkpoint calls it without gradients. Hooks would see tensors that have
+    no values. And of several processes all have to do the same.
+    """
+    modules = [x for x in values if isinstance(x, torch.nn.Module)]
+    if any(x.training for x in modules) or any(map(is_distributed, values)):
+        return True
+    return has_global_hooks() or any(has_hooks(inner) for x in modules for inner in x.modules())
+
+
+def _random_states(values: list[Any]) -> list[tuple[torch.Generator, torch.Tensor]]:
+    """torch's generators and their states, on the CPU and on the GPUs of some values. No operation of torch's is called."""
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        devices = {x.device.index for x in values if isinstance(x, torch.Tensor) and x.is_cuda} | {torch.cuda.current_device()}
+        generators += [torch.cuda.default_generators[x] for x in sorted(devices)]
     return [(generator, generator.get_state()) for generator in generators]
 
 

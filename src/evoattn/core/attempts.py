@@ -72,6 +72,16 @@ def check() -> None:
 
 
 @contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Let the calls inside wait for their kernels, also in an attempt."""
+    token = _running.set(None)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+@contextlib.contextmanager
 def attempt() -> Iterator[Attempt]:
     """Let the calls inside not wait for kernels.
 

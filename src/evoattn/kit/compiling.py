@@ -15,6 +15,7 @@ import functools
 import hashlib
 import importlib
 import json
+import os
 import pathlib
 import threading
 import warnings
@@ -83,6 +84,10 @@ def digest_of_triton() -> Future[Any]:
 
     threading.Thread(target=read, name="evoattn-digest", daemon=True).start()
     return digest
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=digest_of_triton.cache_clear)  # its thread is not there
 
 
 def key_of(text: str) -> str:

@@ -51,14 +51,6 @@ def split_tile(x, axis: tl.constexpr):
 
 
 @triton.jit
-def fixed(x):
-    """Split a float32 tile `[r, k]` of numbers from 0 to 1, of which small ones do not count. k is summed over."""
-    x *= 16384.0
-    b_hi = x.to(tl.float16)
-    return Halves(b_hi, ((x - b_hi.to(tl.float32)) * 2048.0).to(tl.float16), tl.full((x.shape[0],), 2.0**-14, tl.float32))
-
-
-@triton.jit
 def factor(x, like, axis: tl.constexpr, PRECISION: tl.constexpr):
     """A float32 tile as a factor of `multiply`, in the dtype of the weight `like`. The axis is summed over."""
     if PRECISION == _NAME:

@@ -13,7 +13,7 @@ import triton.language as tl
 from evoattn.core import numerics
 from evoattn.kit import halves
 from evoattn.kit.arguments import PairView, RowView, View
-from evoattn.kit.halves import fixed, multiply, split_tile, turn
+from evoattn.kit.halves import multiply, split_tile, turn
 
 LOG2E, LN2, NEAR = tl.constexpr(numerics.LOG2E), tl.constexpr(numerics.LN2), tl.constexpr(numerics.NEAR)
 HALVES = tl.constexpr(halves.PRECISION)
@@ -199,11 +199,12 @@ def online_softmax(b_s, b_acc, b_max, b_sum, factor):
 
 @triton.jit
 def add_values(b_acc, b_p, b_v, PRECISION: tl.constexpr):
-    """b_acc + P V, for probabilities b_p [q,k], which are at most 1, and values b_v [k,c]."""
-    if PRECISION == HALVES:
-        return multiply(fixed(b_p), split_tile(b_v, 0), PRECISION, b_acc)
-    else:  # Triton compiles one branch alone
-        return tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
+    """b_acc + P V, for probabilities b_p [q,k], which are at most 1, and values b_v [k,c].
+
+    float32 values are not split into halves: those of a channel would share a power of two, and a large one of a masked key
+    would take the digits of all others.
+    """
+    return tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="tf32x3" if PRECISION == HALVES else PRECISION)
 
 
 @triton.jit

@@ -82,6 +82,16 @@ else:
         right, _ = forward(inputs)
         torch.testing.assert_close(o / sizes, right, rtol=1e-5, atol=1e-6)
 
+    @pytest.mark.parametrize("size", [1e12, 1e38])
+    def test_a_large_value_of_a_masked_key_takes_no_digits(size: float) -> None:
+        inputs = testing.Case("padding", n=2, lq=20, lk=40, d=16, mask="padding").make(seed=5)
+        right, _ = forward(inputs)
+        assert inputs.mask is not None
+        v = torch.where(inputs.mask.movedim(-1, 2).reshape(1, 2, 40, 1, 1), inputs.v, size)
+        o, _ = forward(dataclasses.replace(inputs, v=v))
+        assert (v == size).any()
+        torch.testing.assert_close(o, right, rtol=1e-5, atol=1e-6)
+
     TILES = (Config(block_q=16, block_k=16), Config(block_q=32, block_k=16), Config(block_q=16, block_k=64))
 
     @pytest.mark.parametrize("config", TILES, ids=Config.to_text)

@@ -148,7 +148,7 @@ def _launches(
 
 
 def _precision(problem: Problem) -> str:
-    """Three products of float16 in place of three of TF32: a quarter faster, and nearer to float64."""
+    """Scores of float32 are three products of float16 in place of three of TF32: half the instructions, nearer to float64."""
     precision = cards.split_precision(problem.dtype, max(problem.d, problem.c))
     return halves.PRECISION if precision == "tf32x3" else precision
 

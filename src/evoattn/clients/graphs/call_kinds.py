@@ -161,7 +161,9 @@ class CallKind:
         call: Call,
         shared: bool,
         loop: object | None,
+        *,
         only_reads: bool,
+        scouts: bool,
     ) -> None:
         """Record a call that has run.
 
@@ -169,7 +171,7 @@ class CallKind:
         of weights once, and stands for calls in such a run alone. Without one it casts weights at each replay.
 
         only_reads: whether nobody writes to what all calls share. Else a recording is not kept whose tensors do not tell that
-        they were written to.
+        they were written to. scouts: as `Recorder.record` takes it.
         """
         self.drop()
         declined = site.declined()
@@ -180,7 +182,7 @@ class CallKind:
             with kept:
                 if shared:
                     module, loop = self._twin_of(recorder, run, module, call), None
-                self._record(recorder, functools.partial(run, module), call.tensors, shared, loop, only_reads)
+                self._record(recorder, functools.partial(run, module), call.tensors, loop, only_reads, scouts)
         except Exception as error:  # whatever the client, a kernel or CUDA raises: the caller has its result already
             self.refuse(error)
         if site.declined() != declined:  # a kernel of the recording alone is being compiled: the next call is recorded
@@ -217,9 +219,9 @@ class CallKind:
         recorder: Recorder,
         run: Callable[..., Any],
         tensors: list[Tensor],
-        shared: bool,
         loop: object | None,
         only_reads: bool,
+        scouts: bool,
     ) -> None:
         me = weakref.ref(self)
 
@@ -241,14 +243,13 @@ class CallKind:
         _copy(rooms, tensors)
         facts = [(i, x.read, x.value) for i in sorted(self._still) if kept for x in keeping.facts_of(tensors[i], read[i])]
         try:
-            options = {"draws": self._copies, "once": loop is not None, "anew": kept}
-            # A stack is a list of blocks, and these were looked through: once more for all of them takes as long as ten calls.
-            recording = recorder.record(again, tensors[0].device, **options, scouts=shared or not self._copies)
+            options = {"draws": self._copies, "once": loop is not None, "anew": kept, "scouts": scouts}
+            recording = recorder.record(again, tensors[0].device, **options)
         except NotCaptured:
             if not kept:
                 raise
             self._may_keep = False  # what the steps share is made by something that a graph cannot repeat
-            self._record(recorder, run, tensors, shared, loop, only_reads)
+            self._record(recorder, run, tensors, loop, only_reads, scouts)
             return
         results: list[Tensor] = []
         self._result_spec = flat(recording.result, tensors[0].device, results)

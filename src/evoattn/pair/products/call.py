@@ -15,6 +15,9 @@ from evoattn.core.numerics import float32_products
 from evoattn.core.problem import dtype_name
 from evoattn.pair.checking import check_tensors, is_recorded
 
+_OLDEST = (8, 0)
+"""The compute capability of the first cards on which layers are computed this way. AMD's have none."""
+
 WIDEST = 16384
 """Channels of the widest row that one program splits."""
 
@@ -27,8 +30,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, precision: 
 
     Each float32 matrix becomes two of float16 and a power of two for each row. Three products of these lie on average no
     further from float64 than a product in float32, or than 2^-22, where float32 loses less: with few channels, or one row or
-    column. They take half the time of cuBLAS in float32, or less. A row with an infinity or NaN has the result of float32.
+    column. They take half the time of cuBLAS in float32, or less. Where float32 has an infinity or NaN, so has the result.
     Where the largest entries of two rows have a product below 2^-121 or above 2^121, a result may be 0 or not finite too early.
+    Entries are exact to 2^-49 of the largest one of their row: those below 2^-28 of it lose digits.
     torch computes calls of other dtypes, on other devices, with gradients, and those that it compiles.
 
     Inside `evoattn.nn.sampling()` the weight is split once.
@@ -108,8 +112,11 @@ def linear_of_layer(
         return None
     if is_recorded(*others) or any(y is not None and y.dtype != torch.float32 for y in (weight, *others)):
         return None
+    from evoattn.kit import cards
     from evoattn.pair.products import steps
 
+    if (cards.capability(x.device) or (0, 0)) < _OLDEST:
+        return None
     if gate is not None:
         x = x.expand_as(gate)
     rows = x.reshape(-1, x.shape[-1])

@@ -72,7 +72,7 @@ def split(
 
     Args:
         x: `[R, K]`, in float32 or bfloat16.
-        a, b: `[R, K]` with stride 1 along K and of the same dtypes, or `[R / samples, K]` with kind "adapt".
+        a, b: `[R, K]` of the same dtypes, or `[R / samples, K]` with kind "adapt".
         kind: "" splits x; "norm" norm(x); "adapt" norm(x) a + b; "gate" x sigmoid(a); "swiglu" silu(x) a, times b if it is
             given.
         factor: `[K]`, which is multiplied in.
@@ -82,6 +82,7 @@ def split(
         out: halves that are written, or None.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
+    a, b, factor = (y if y is None or y.stride(-1) == 1 else y.contiguous() for y in (a, b, factor))
     rows, channels = x.shape
     out = Halves.empty(rows, channels, x.device, low=low) if out is None else out
     block_c = power_of_two(channels)

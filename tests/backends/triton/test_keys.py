@@ -23,7 +23,8 @@ from evoattn.kit import overlap, primitives
 from evoattn.kit.launch import FlatKernel, settle_key
 
 MODULES = (backward, dkdv, dq, few, forward, overlap, pair_copies, pair_gradient, primitives, key_bias, statistics)
-KERNELS = list(dict.fromkeys(x.jitted for module in MODULES for x in vars(module).values() if isinstance(x, FlatKernel)))
+FOUND = [x.jitted for module in MODULES for x in vars(module).values() if isinstance(x, FlatKernel)]
+KERNELS = list({id(jitted): jitted for jitted in FOUND}.values())  # by id: the hash of one is its key, which is not settled yet
 
 
 def keys(kernels: list[JITFunction]) -> dict[str, str]:

@@ -79,6 +79,26 @@ def test_a_sampling_run_has_the_same_bits(samples: int, parallel: int | None, al
     assert seen[:half] == seen[half:]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("boltz") is None, reason="Boltz is not installed")
+def test_an_exchanged_augmentation_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    from boltz.model.modules import diffusionv2
+
+    from tests.helpers.boltz import SMALL
+
+    module = diffusionv2.AtomDiffusion(SMALL).eval()
+    module.score_model.forward = (lambda self, r_noisy, **_: r_noisy * 0.3).__get__(module.score_model)
+    called: list[int] = []
+
+    def still(count: int, **options: Any) -> tuple[Tensor, Tensor]:
+        called.append(count)
+        return torch.eye(3).expand(count, 3, 3), torch.zeros(count, 1, 3)
+
+    monkeypatch.setattr(diffusionv2, "compute_random_augmentation", still)
+    with torch.no_grad():
+        sampling.sampled(diffusionv2.AtomDiffusion.sample, Count())(module, torch.ones(1, 20), 7, 2, None, PLAIN, feats=FEW)
+    assert called == [2] * 7
+
+
 def test_noise_levels_lie_on_the_cpu() -> None:
     levels = torch.rand(3, device="meta")
     with pytest.raises(NotImplementedError):  # a copy to the CPU was asked for, and a meta tensor has nothing to copy

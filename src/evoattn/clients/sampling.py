@@ -56,9 +56,12 @@ def _sampled(
 ) -> Any:
     """Boltz-2's sampling loop without synchronisation of host and GPU. It draws the same random numbers.
 
-    The original computes with potentials, contact guidance or forced templates, in training, and if gradients are recorded.
+    The original computes with potentials, contact guidance or forced templates, in training, if gradients are recorded, or if
+    somebody has exchanged the augmentation.
     """
     if self.training or torch.is_grad_enabled() or steers(steering_args, conditions.get("feats")):
+        return PassedOn()
+    if _client("modules.diffusionv2").compute_random_augmentation is not _client("modules.utils").compute_random_augmentation:
         return PassedOn()
     steps, chunks = num_sampling_steps or self.num_sampling_steps, multiplicity % (max_parallel_samples or multiplicity) + 1
     atom_mask = atom_mask.repeat_interleave(multiplicity, 0)

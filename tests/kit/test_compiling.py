@@ -1,6 +1,5 @@
 """Launches of a call that does not wait: workers compile the kernels that it would launch. Nothing here runs on a GPU."""
 
-import os
 import pathlib
 import threading
 from collections.abc import Iterator
@@ -21,17 +20,14 @@ from evoattn.core.config import Config
 from evoattn.core.inputs import Inputs, Outputs
 from evoattn.kit import compiling, launch, norm
 from evoattn.pair.products import steps
+from tests.helpers.beside import no_workers_yet
 
 
 @pytest.fixture(autouse=True)
 def launched(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of kernels that are launched on an H100, which is not there. None is kept."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv(first_calls.VARIABLE, raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    monkeypatch.setattr(beside, "_pool", beside._Pool())
-    monkeypatch.setattr(beside, "IDLE_S", 0.1)
-    beside.tell.cache_clear()
+    no_workers_yet(monkeypatch)
     launch._plan_once.cache_clear()
     compiling._takes_files.cache_clear()
     compiling.digest_of_triton().result()

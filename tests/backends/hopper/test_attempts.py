@@ -1,7 +1,6 @@
 """Hopper kernels of calls that do not wait for them. Nothing here runs on a GPU."""
 
 import importlib
-import os
 import pathlib
 import threading
 from collections.abc import Iterator
@@ -15,10 +14,11 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.
 from evoattn.backends import hopper
 from evoattn.backends.hopper import ahead, launch
 from evoattn.cli.warm.cards import cards_of
-from evoattn.compile import beside, first_calls
+from evoattn.compile import beside
 from evoattn.core import attempts, devices
 from evoattn.core.config import Config
 from evoattn.core.inputs import Inputs
+from tests.helpers.beside import no_workers_yet
 from tests.helpers.first_calls import kernels
 from tests.helpers.kept_kernels import kept, new_process
 
@@ -27,11 +27,7 @@ from tests.helpers.kept_kernels import kept, new_process
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
     """An empty cache folder, no kernel in memory, and four cores."""
     monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv(first_calls.VARIABLE, raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    monkeypatch.setattr(beside, "_pool", beside._Pool())
-    monkeypatch.setattr(beside, "IDLE_S", 0.1)
-    beside.tell.cache_clear()
+    no_workers_yet(monkeypatch)
     hopper._was_empty.cache_clear()
     hopper._import_compiler.cache_clear()
     new_process()

@@ -68,7 +68,7 @@ def _within_a_whole() -> Iterator[None]:
         _inside.reset(token)
 
 
-class _Seen:
+class _Calls:
     """Counts of calls of all steps in this process: those that were replayed, and all others."""
 
     replayed = others = 0
@@ -151,7 +151,7 @@ class Steps:
             return self._original(module, *args, **kwargs)
         why = self._obstacle(module)
         if why:
-            _Seen.others += 1
+            _Calls.others += 1
             self._count.count_passed_on(why)
             return self._original(module, *args, **kwargs)
         run = None if self._copies else current.get()
@@ -169,14 +169,14 @@ class Steps:
                     kind.count()
                     known.trusted = run
                     self._count.count_replaced()
-                    _Seen.replayed += 1
+                    _Calls.replayed += 1
                     return result
-                _Seen.others += 1
+                _Calls.others += 1
                 self._count.count_passed_on(FIRST)
                 with self._repeated():
                     return (self._compare if stands else self._learn)(module, known, kind, call, run)
             self._count.count_passed_on(why or FIRST)
-        _Seen.others += 1
+        _Calls.others += 1
         with repeated() if kind is not None else contextlib.nullcontext():  # computed as recorded calls of its kind
             return self._original(module, *args, **kwargs)
 
@@ -235,7 +235,7 @@ class Steps:
     def _learn(self, module: nn.Module, known: _Known, kind: CallKind, call: Call, run: Run | None) -> Any:
         """Run a call as it is, and record it if one like it came before."""
         before, declined = keeping.states(call.tensors), site.declined()
-        replayed, others = _Seen.replayed, _Seen.others
+        replayed, others = _Calls.replayed, _Calls.others
         result = self._original(module, *call.args, **call.kwargs)
         if site.declined() != declined:  # the client computed a part, while its kernels are compiled
             return result
@@ -243,7 +243,7 @@ class Steps:
             kind.obstacle = "it changes its arguments"
         elif known.is_left_alone() and kind.is_ready(call.tensors, run):
             # A stack whose blocks were all replayed was looked through with these. Once more takes as long as ten calls.
-            are_known = self._copies and not self._shared and _Seen.replayed > replayed and _Seen.others == others
+            are_known = self._copies and not self._shared and _Calls.replayed > replayed and _Calls.others == others
             options = {"only_reads": self._is_whole, "scouts": not are_known}
             kind.record(self._recorder, self._original, module, call, self._shared, run, **options)
             self._drop_oldest()

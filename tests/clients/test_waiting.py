@@ -278,6 +278,34 @@ def test_the_cache_of_a_transformer_has_nothing_either(kernels: Kernels, monkeyp
     assert sorted(cache) == ["layer_0", "layer_1"] and all("z" in x for x in cache.values())
 
 
+class Transitions(nn.Module):
+    """As Boltz names the modules of a transition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc1, self.fc2, self.fc3 = (nn.Linear(2, 2, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc3(self.fc1(x))  # type: ignore[no-any-return]
+
+
+Transitions.__qualname__ = "Transition"
+
+
+@torch.no_grad()
+def test_a_transition_of_the_condition_waits_for_no_kernel(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(s: Tensor, *_: nn.Module) -> Tensor:
+        kernels.launch("product")
+        return 2 * s
+
+    monkeypatch.setattr(diffusion, "add_transition", add)
+    transition, count = Transitions().eval(), impatient()
+    assert torch.equal(diffusion._moved(X, transition, count), transition(X) + X)
+    assert count.passed_on == {COMPILING: 1}, "a recording must not be made of it"
+    kernels.finish()
+    assert torch.equal(diffusion._moved(X, transition, count), 2 * X)
+
+
 class Recorded:
     """A denoiser whose steps are recorded, and in which a replaced function adds 1."""
 

@@ -19,7 +19,7 @@ from evoattn.clients import graphs
 from evoattn.clients.arguments import ClientsOwn, UnknownArgument
 from evoattn.clients.known import KnownLayer, share
 from evoattn.clients.layers import layer
-from evoattn.clients.site import TRANSFORMER, Count, Site
+from evoattn.clients.site import TRANSFORMER, Count, PassedOn, Site
 from evoattn.core import attempts
 from evoattn.core.keeping import fact, keeps, made_once
 from evoattn.nn import diffusion_steps
@@ -252,17 +252,20 @@ def shared_condition(original: Callable[..., Any], count: Count) -> Callable[...
         fourier = self.norm_fourier(self.fourier_embed(times))
         s = self.fourier_to_single(fourier)[:, None] + s
         for transition in self.transitions:
-            s = _moved(s, transition)
+            s = _moved(s, transition, count)
         return s, fourier
 
     return forward
 
 
-def _moved(s: Tensor, transition: Any) -> Tensor:
+def _moved(s: Tensor, transition: Any, count: Count) -> Tensor:
     """s + transition(s)."""
     moved = None
     if type(transition).__qualname__ == "Transition" and "forward" not in vars(transition):
-        moved = add_transition(s, transition.norm, transition.fc1, transition.fc2, transition.fc3)
+        moved = count.compute(add_transition, s, transition.norm, transition.fc1, transition.fc2, transition.fc3)
+    if isinstance(moved, PassedOn):
+        count.count_passed_on(moved.reason)
+        moved = None
     return transition(s) + s if moved is None else moved
 
 

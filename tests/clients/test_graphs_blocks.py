@@ -74,7 +74,24 @@ def test_a_stack_is_recorded_as_a_whole_and_stands_for_calls_of_other_tensors() 
         trunk.blocks[2].product.weight.mul_(2)
     for seed in range(4):
         agree(seed)
-    assert (count.replaced, recorder.recorded) == (4, 2)
+    assert (count.replaced, recorder.recorded) == (5, 2), "its blocks were all replayed"
+
+
+def test_a_stack_is_recorded_if_it_is_called_often() -> None:
+    """With tensors of one shape. Its blocks are replayed until then, so it is recorded at the first call that is looked at."""
+    trunk, count, recorder = Trunk(4), Count(), Traced()
+    forward = graphs.step(Stack.original, count, recorder, copies=True, before=3)
+    stack = type("Stack", (Stack,), {"forward": forward})(trunk.blocks)
+    with torch.no_grad():
+        for call in range(4):
+            assert recorder.recorded == 0
+            stack(draw(call), draw(call, 3, 1))
+            stack(draw(call, 2, 4), draw(call, 2, 1)) if call < 2 else None
+        assert (recorder.recorded, trunk.recorder.recorded, count.passed_on) == (1, 2, {FIRST: 6})
+        for call in range(3):
+            x, mask = draw(call), draw(call, 3, 1)
+            assert torch.equal(stack(x, mask), stack.original(x, mask))
+    assert (count.replaced, recorder.recorded) == (2, 1)
 
 
 @pytest.mark.parametrize("what", ["an attribute", "a list", "a width", "a class", "an object", "training"])

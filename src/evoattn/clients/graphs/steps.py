@@ -116,10 +116,12 @@ class Steps:
         instead: Mapping[str, Any] | None = None,
         whole: bool = False,
         copies: bool = False,
+        before: int = 0,
     ) -> None:
         self._original, self._count, self._recorder, self._shared = original, count, recorder, shared
         self._repeated, self._is_whole = _within_a_whole if whole else repeated, whole
-        self._instead, self._copies = instead or {}, copies or shared
+        self._instead, self._copies, self._before = instead or {}, copies or shared, before
+        self._calls: weakref.WeakKeyDictionary[nn.Module, collections.Counter[Any]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()
         self._clock = itertools.count(1)
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
@@ -154,6 +156,11 @@ class Steps:
             _Calls.others += 1
             self._count.count_passed_on(why)
             return self._original(module, *args, **kwargs)
+        if self._before and self._is_seldom(module, (*args, *kwargs.values())):
+            _Calls.others += 1
+            self._count.count_passed_on(FIRST)
+            with repeated():
+                return self._original(module, *args, **kwargs)
         run = None if self._copies else current.get()
         if run is not None:
             run.called[id(self), id(module)] = self, module
@@ -179,6 +186,15 @@ class Steps:
         _Calls.others += 1
         with repeated() if kind is not None else contextlib.nullcontext():  # computed as recorded calls of its kind
             return self._original(module, *args, **kwargs)
+
+    def _is_seldom(self, module: nn.Module, arguments: tuple[Any, ...]) -> bool:
+        """Count a call. Return whether it is among the first of a module with tensors of these shapes."""
+        calls = self._calls.setdefault(module, collections.Counter())
+        if len(calls) >= _LOOKED_AT:
+            calls.clear()
+        shapes = tuple(x.shape for x in arguments if isinstance(x, Tensor))
+        calls[shapes] += 1
+        return calls[shapes] <= self._before
 
     def _obstacle(self, module: nn.Module) -> str:
         """The reason not to replay a call that does not depend on its arguments, or ""."""
@@ -233,7 +249,7 @@ class Steps:
             known.seen.obstacle = known.seen.obstacle or str(error)
 
     def _learn(self, module: nn.Module, known: _Known, kind: CallKind, call: Call, run: Run | None) -> Any:
-        """Run a call as it is, and record it if one like it came before."""
+        """Run a call as it is, and record it if one like it came before, or if it is a stack whose blocks were all replayed."""
         before, declined = keeping.states(call.tensors), site.declined()
         replayed, others = _Calls.replayed, _Calls.others
         result = self._original(module, *call.args, **call.kwargs)
@@ -241,9 +257,10 @@ class Steps:
             return result
         if self._changed(kind.spec, before, call):
             kind.obstacle = "it changes its arguments"
-        elif known.is_left_alone() and kind.is_ready(call.tensors, run):
-            # A stack whose blocks were all replayed was looked through with these. Once more takes as long as ten calls.
-            are_known = self._copies and not self._shared and _Calls.replayed > replayed and _Calls.others == others
+            return result
+        # A stack whose blocks were all replayed was looked through with these. Once more takes as long as ten calls.
+        are_known = self._copies and not self._shared and _Calls.replayed > replayed and _Calls.others == others
+        if known.is_left_alone() and (are_known or kind.is_ready(call.tensors, run)):
             options = {"only_reads": self._is_whole, "scouts": not are_known}
             kind.record(self._recorder, self._original, module, call, self._shared, run, **options)
             self._drop_oldest()

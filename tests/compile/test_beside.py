@@ -19,7 +19,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Why calls wait. There are four cores, and nothing was asked for yet."""
     monkeypatch.delenv(first_calls.VARIABLE, raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     monkeypatch.setattr(beside, "_pool", beside._Pool())
     monkeypatch.setattr(beside, "IDLE_S", 0.1)
     reasons: list[str] = []
@@ -104,12 +104,15 @@ def test_without_workers_calls_wait(
     assert len(told) == 1 and why in told[0]
 
 
-@pytest.mark.parametrize(("variable", "workers"), [("", 16), ("2", 2), ("40", 16), ("no number", 16)])
-def test_the_user_says_how_many(variable: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variable", "cores", "workers"),
+    [("", 64, 16), ("", 16, 8), ("", 2, 1), ("2", 64, 2), ("12", 16, 12), ("40", 64, 16), ("no number", 16, 8)],
+)
+def test_the_user_says_how_many(variable: str, cores: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(first_calls.VARIABLE, variable)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert beside.most() == workers
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(cores // 2))
     assert beside.most() == 1
 
 

@@ -260,7 +260,7 @@ def shared_condition(original: Callable[..., Any], count: Count) -> Callable[...
 
 def _moved(s: Tensor, transition: Any, count: Count) -> Tensor:
     """s + transition(s)."""
-    moved = None
+    moved: Tensor | PassedOn | None = None
     if type(transition).__qualname__ == "Transition" and "forward" not in vars(transition):
         moved = count.compute(add_transition, s, transition.norm, transition.fc1, transition.fc2, transition.fc3)
     if isinstance(moved, PassedOn):

@@ -50,3 +50,11 @@ def _load() -> None:
             found = importlib.import_module(module)
             if module == "evoattn.kit.compiling":
                 found.digest_of_triton()
+                _compile_driver()
+
+
+def _compile_driver() -> None:
+    """Have Triton compile the C code by which it calls CUDA, if that is not kept. It takes .5 s, and starts no CUDA."""
+    from triton.backends.nvidia.driver import CudaUtils
+
+    CudaUtils()

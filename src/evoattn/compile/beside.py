@@ -86,9 +86,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def most() -> int:
-    """Return how many workers a process may have: one for each spare core, or as many as the user says."""
-    asked = os.environ.get(VARIABLE, "")
-    return min(_MOST, spare_cores(), int(asked) if asked.isdecimal() else _MOST)
+    """Return how many workers a process may have: half of its cores, or as many as the user says, and one for each spare core.
+
+    Cores are often two threads of one, so a worker on each would take half of the program's speed.
+    """
+    spare, asked = spare_cores(), os.environ.get(VARIABLE, "")
+    return min(_MOST, spare, int(asked) if asked.isdecimal() else (spare + 1) // 2)
 
 
 def obstacle() -> str:

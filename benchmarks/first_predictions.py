@@ -10,7 +10,8 @@ Each line is a fresh process, with 8 steps and random weights. Folders of kernel
 - "kept": the same in a new process, with the kernels of the process before. Also the modules that its first prediction imports.
 - "waiting": every call waits for its kernels.
 
-Times are those of whole predictions, in seconds. The import of evoattn and the patch come before them.
+Times are those of whole predictions, in seconds. The patch comes before the model is built, as under `evoattn run`: compilers
+are imported meanwhile.
 """
 
 from __future__ import annotations
@@ -44,10 +45,6 @@ def predicted(spec: dict[str, Any]) -> dict[str, Any]:
     programs: Any = importlib.import_module("prediction_programs")
     program = programs.PROGRAMS[spec["program"]]
     device = torch.device(spec["device"])
-    model = program.build(device)
-    inputs = program.inputs(spec["length"], device)
-    if program.kernels is not None:
-        program.kernels(model, False)
     record: dict[str, Any] = {"seconds": [], "left": []}
     begun = time.perf_counter()
     patched = None
@@ -56,6 +53,12 @@ def predicted(spec: dict[str, Any]) -> dict[str, Any]:
 
         patched = evoattn.patch(program.client, graphs=True, wait=spec["case"] == "waiting")
     record["patch_s"] = round(time.perf_counter() - begun, 2)
+    model = program.build(device)
+    inputs = program.inputs(spec["length"], device)
+    if program.kernels is not None:
+        program.kernels(model, False)
+    record["build_s"] = round(time.perf_counter() - begun - record["patch_s"], 2)
+    begun = time.perf_counter()
     print(_MARK, file=sys.stderr, flush=True)
     for _ in range(_PREDICTIONS[spec["case"]]):
         start = time.perf_counter()
@@ -134,6 +137,7 @@ def line(spec: dict[str, Any], record: dict[str, Any] | str) -> str:
     times = [f"{x:.2f}" for x in record["seconds"]]
     shown = times if len(times) < 6 else [*times[:3], "...", *times[-2:]]
     text = f"{words} first {times[0]} s, all {' '.join(shown)}; patched in {record['patch_s']:.2f} s"
+    text += f", model built in {record['build_s']:.1f} s"
     if record["left"]:
         text += f"; {record['left'][0]} calls of the first by the client meanwhile, {record['left'][-1]} in all"
     return text

@@ -18,7 +18,8 @@ SPEC = {"program": "boltz2", "length": 152, "case": "beside"}
 
 
 def test_a_line_has_the_first_prediction_and_what_the_client_computed(script: ModuleType) -> None:
-    record = {"seconds": [5.0, 4.0, 1.0, 0.5, 0.5, 0.4], "left": [120, 130, 130, 130, 130, 130], "patch_s": 0.1}
+    record = {"seconds": [5.0, 4.0, 1.0, 0.5, 0.5, 0.4], "left": [120, 130, 130, 130, 130, 130]}
+    record |= {"patch_s": 0.1, "build_s": 12.0}
     line = script.line(SPEC, record)
     assert "first 5.00 s, all 5.00 4.00 1.00 ... 0.50 0.40" in line
     assert "120 calls of the first by the client meanwhile, 130 in all" in line

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from evoattn.dispatch.distributed import Split
 from evoattn.empty_rows.means import EmptyRows
+from evoattn.nn import gated
 from evoattn.nn.attention import Attention, attend, check_settings, heads, inputs_of
 from evoattn.nn.pair_layer import Epilogue, PairLayer
 from evoattn.nn.project import compute_dtype_of, layer_norm, linear, project
@@ -108,6 +109,8 @@ class TriangleAttention(PairLayer):
         before the attention, and another one after it. It exchanges the normalised z, which is the narrower tensor. Every row
         needs the pair bias of all queries, so both nodes gather it. It has H channels.
         """
+        if split is None and epilogue.residual and epilogue.dropout_mask is None and not (self.dropout and self.training):
+            return self._update(z, mask, transpose_bias=transpose_bias, add_to=epilogue)
         if split is None or split.axis == self._shared:
             update = self._update(z, mask, None if split is None else split.gather, transpose_bias=transpose_bias)
         else:
@@ -126,8 +129,9 @@ class TriangleAttention(PairLayer):
         *,
         transpose_bias: bool = False,
         normed: bool = False,
+        add_to: Epilogue | None = None,
     ) -> Tensor:
-        """Compute the update of z.
+        """Compute the update of z, or z + update if it is `add_to` an epilogue, which has a residual and no dropout.
 
         If this process holds only some rows of z, `gather` makes the pair bias `[*, L, K, H]` of all rows from that of its own.
         normed: whether z is normalised already.
@@ -135,7 +139,8 @@ class TriangleAttention(PairLayer):
         if not self.starting and mask is not None:
             mask = mask.transpose(-1, -2)
         if not may_skip(self.mha, Attention):
-            return self._by_calls(z, mask, gather, transpose_bias=transpose_bias, normed=normed)
+            update = self._by_calls(z, mask, gather, transpose_bias=transpose_bias, normed=normed)
+            return update if add_to is None else self._add(z, update, None, add_to)
         transposed = not z.is_contiguous() and z.transpose(-2, -3).is_contiguous()
         x = z.transpose(-2, -3) if transposed else z  # as it lies in memory
         mha = self.mha
@@ -151,10 +156,16 @@ class TriangleAttention(PairLayer):
             q, k, v, bias = (y.transpose(-2, -3) for y in (q, k, v, bias))
         pair_bias = _pair_bias(bias, gather, transpose=transpose_bias)
         q, k, v = (heads(y, self.no_heads) for y in (q, k, v))
-        gate = None if across else heads(g, self.no_heads)
+        fuses = add_to is not None and gated.takes(x, g, mha.linear_o)
+        gate = None if across or fuses else heads(g, self.no_heads)
         o = attend(q, k, v, mask, pair_bias, gate, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
-        update = mha.output(o.transpose(-2, -3), g) if across else mha.output(o, None)
-        return update.transpose(-2, -3) if transposed else update
+        o = o.transpose(-2, -3) if across else o
+        if add_to is not None and fuses:
+            result = gated.add_gated(x, o, g, mha.linear_o, in_place=add_to.in_place)
+            return result.transpose(-2, -3) if transposed else result
+        update = mha.output(o, g if across else None)
+        update = update.transpose(-2, -3) if transposed else update
+        return update if add_to is None else self._add(z, update, None, add_to)
 
     def _by_calls(
         self, z: Tensor, mask: Tensor | None, gather: Callable[[Tensor], Tensor] | None, *, transpose_bias: bool, normed: bool

@@ -20,8 +20,7 @@ from evoattn.nn import (
     TriangleAttention,
 )
 from evoattn.nn.attention import add_residual, dropout_mask, gated_linear
-from evoattn.nn.project import concatenate, layer_norm, project
-from evoattn.pair import checking
+from evoattn.nn.project import layer_norm, project
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -84,21 +83,6 @@ def test_a_norm_alone_has_gradients_where_a_kernel_makes_it(monkeypatch: pytest.
     actual = torch.autograd.grad(layer_norm(x, norm, torch.float32), wanted, cotangent)
     for a, b in zip(actual, torch.autograd.grad(norm(x), wanted, cotangent), strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_weights_are_cast_by_one_launch_as_one_by_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody records or sees it. Strides and dtypes may differ."""
-    weights = [torch.randn(8, 6), torch.randn(6, 3).t(), torch.randn(5, 6).bfloat16()]
-    joined, cast = concatenate(weights[:2], dtype), checking.cast_all(weights, dtype)
-    asked: list[Any] = []
-    for module in (importlib.import_module("evoattn.nn.project"), checking):
-        monkeypatch.setattr(module, "copies_at_once", lambda tensors: (asked.append(tensors), True)[1])
-    assert torch.equal(concatenate(weights[:2], dtype), joined)
-    again = checking.cast_all(weights, dtype)
-    assert all(torch.equal(x, y) and x.dtype == dtype for x, y in zip(again, cast, strict=True)) and asked
-    monkeypatch.undo()
-    assert not checking.copies_at_once(weights)
 
 
 def test_gated_output() -> None:

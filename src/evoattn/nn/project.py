@@ -25,7 +25,6 @@ from evoattn.core.numerics import accumulate_dtype
 from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.checks import compute_dtype
 from evoattn.nn.submodules import call, is_linear, is_norm, parameter_of
-from evoattn.pair.checking import copies_at_once
 from evoattn.pair.products.call import any_linear, linear_of_layer
 
 _BYTES = 16
@@ -110,12 +109,7 @@ def _join(linears: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 def concatenate(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Parts one below the other, in a dtype. One launch joins and casts them if it may."""
-    if copies_at_once(parts):
-        joined = torch.empty((sum(len(x) for x in parts), *parts[0].shape[1:]), dtype=dtype, device=parts[0].device)
-        torch._foreach_copy_(list(joined.split([len(x) for x in parts])), list(parts))
-        return joined
-    # autocast to bfloat16 refuses to concatenate float16, and the other way round
+    """Parts one below the other, in a dtype. Autocast to bfloat16 refuses to concatenate float16, and the other way round."""
     return torch.cat([x.to(dtype) if x.dtype.itemsize == dtype.itemsize else x for x in parts]).to(dtype)
 
 

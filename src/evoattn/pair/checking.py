@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evoattn.core import guards
 from evoattn.core.layouts import share_memory
 from evoattn.core.numerics import accumulate_dtype
 from evoattn.dispatch.checks import check_mask, compute_dtype
@@ -88,26 +87,8 @@ def cast(x: Tensor, weights: Weights, product: Tensor) -> Weights:
     The names of norms have "norm" in them. `product` is the weight whose dtype counts.
     """
     dtype = compute_dtype(x, product)
-    named = {name: y for name, y in by_name(weights).items() if y is not None}
-    names = [name for name in named if "norm" not in name]
-    cast = named | dict(zip(names, cast_all([named[name] for name in names], dtype), strict=True))
-    return type(weights)(*(cast[name].contiguous() if name in cast else None for name in weights._fields))  # type: ignore[no-any-return]
-
-
-def cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Tensors in a dtype. On a GPU, where nobody records or sees it, one launch casts all."""
-    others = [x for x in tensors if x.dtype != dtype]
-    if len(others) < 2 or not copies_at_once(others):
-        return [x.to(dtype) for x in tensors]
-    made = [torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in others]
-    torch._foreach_copy_(made, others)
-    rest = iter(made)
-    return [x if x.dtype == dtype else next(rest) for x in tensors]
-
-
-def copies_at_once(tensors: Sequence[Tensor]) -> bool:
-    """Return whether tensors are copied by one launch: plain ones on a GPU, and nobody records or sees it."""
-    return tensors[0].is_cuda and not is_recorded(*tensors) and guards.only_computes() and guards.ordinary(list(tensors))
+    values = [y if y is None else (y if "norm" in name else y.to(dtype)).contiguous() for name, y in by_name(weights).items()]
+    return type(weights)(*values)  # type: ignore[no-any-return]
 
 
 def cast_gradients(gradients: Weights, weights: Weights) -> Weights:

@@ -123,8 +123,7 @@ def _row(case: Case, stages: list[str], _: list[Case]) -> list[str]:
     if "failed" in case:
         return [*start, case["failed"], *["-"] * (len(stages) + 1)]
     times = [f"{case['stages'][name]:.2f}" if name in case["stages"] else "-" for name in stages]
-    later = f", later {case['later_s']:.2f}" if "later_s" in case else ""
-    return [*start, f"{case['seconds']:.2f}{later}", _peak(case), *times]
+    return [*start, f"{case['seconds']:.2f}", _peak(case), *times]
 
 
 def _training_row(case: Case, stages: list[str], cases: list[Case]) -> list[str]:

@@ -5,13 +5,11 @@
     PYTHONPATH=src python benchmarks/predictions.py --programs boltz2 --samples 1 5 --precision tf32 bf16
 
 The models have full depth and random weights, 3 recycles and 200 steps; the inputs are those of real sequences. Each way
-first runs a short prediction that compiles and records, then the one that is timed as a whole. Ways with CUDA graphs then run
-two more short ones and one that is timed as "later": stacks of blocks are recorded in the third prediction of a size. The last
-prediction has its stages timed: the host waits for the GPU around each, so they may be longer in sum.
-
-Up to `--exact` residues, a float32 prediction comes first: the table says how far each way is from it. A way that runs out of
-memory is recorded as such, and the next one is measured. A record of the same machine and commit is added to. Cases of Boltz-2
-up to `--exact` residues also say how far one step of the denoiser is from float64, in Å.
+first runs a short prediction that compiles and records, then the one that is timed as a whole, then one whose stages are
+timed: the host waits for the GPU around each, so they may be longer in sum. Up to `--exact` residues, a float32 prediction
+comes first: the table says how far each way is from it. A way that runs out of memory is recorded as such, and the next one
+is measured. A record of the same machine and commit is added to. Cases of Boltz-2 up to `--exact` residues also say how far
+one step of the denoiser is from float64, in Å.
 """
 
 from __future__ import annotations
@@ -120,19 +118,12 @@ class Run:
             self.predict(inputs, SHORT)
             numbers: dict[str, Any] = {}
             with peak(self.device, numbers):
-                numbers["seconds"], outputs = self._timed(inputs)
-            if way.patch and way.patch.get("graphs"):
-                for _ in range(2):
-                    self.predict(inputs, SHORT)
-                numbers["later_s"], _ = self._timed(inputs)
+                start = time.perf_counter()
+                outputs = self.predict(inputs, self.steps)
+                numbers["seconds"] = round(time.perf_counter() - start, 3)
             with Clock(self.model, self.program.stages, self.device) as clock:
                 self.predict(inputs, self.steps)
         return numbers | {"stages": {name: round(x, 3) for name, x in clock.seconds.items()}}, outputs
-
-    def _timed(self, inputs: Any) -> tuple[float, dict[str, Tensor]]:
-        start = time.perf_counter()
-        outputs = self.predict(inputs, self.steps)
-        return round(time.perf_counter() - start, 3), outputs
 
     def _by_runtime(self, inputs: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Measure the other program that runs this model, whose own weights lie on the CPU meanwhile."""
@@ -172,8 +163,7 @@ def show(case: Case) -> str:
     stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in case.get("stages", {}).items())
     several = f", {case['samples']} samples" if (case["samples"] or 1) > 1 else ""
     step = f", a step {case['step_from_float64']:.1e} Å from float64" if "step_from_float64" in case else ""
-    later = f", later {case['later_s']:.2f}" if "later_s" in case else ""
-    return line(case, f"{case['residues']:5} residues{several}", f"{case.get('seconds', 0):7.2f} s{later} ({stages}){step}")
+    return line(case, f"{case['residues']:5} residues{several}", f"{case.get('seconds', 0):7.2f} s ({stages}){step}")
 
 
 def main() -> int:

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evoattn.clients import graphs
 from evoattn.clients.graphs import FIRST, call_kinds
 from evoattn.clients.site import Count
 from tests.clients.recording import Block, Trunk, draw
-from tests.helpers.recorders import Traced
 
 
 def test_blocks_share_a_recording() -> None:
@@ -35,63 +33,6 @@ def test_weights_that_change_are_read_by_a_shared_recording() -> None:
     trunk.blocks[5].load_state_dict(trunk.blocks[4].state_dict())
     trunk.agrees()
     assert (trunk.count.replaced, trunk.recorder.recorded) == (13, 1)
-
-
-class Stack(nn.Module):
-    """The blocks of a trunk, one after another."""
-
-    def __init__(self, blocks: list[Any]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-        self.eval()
-
-    def original(self, x: Tensor, mask: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, mask)
-        return x
-
-
-def test_a_stack_is_recorded_as_a_whole_and_stands_for_calls_of_other_tensors() -> None:
-    """Its blocks are replayed until then, and count in each of its replays. Other weights are another recording."""
-    trunk, count, recorder = Trunk(4), Count(), Traced()
-    stack = type("Stack", (Stack,), {"forward": graphs.step(Stack.original, count, recorder, copies=True)})(trunk.blocks)
-
-    def agree(seed: int) -> None:
-        x, mask = draw(seed), draw(seed + 100, 3, 1)
-        expected, state = x, torch.get_rng_state()
-        with torch.no_grad():
-            for block in trunk.blocks:
-                expected = block.original(expected, mask)
-            after = torch.get_rng_state()
-            torch.set_rng_state(state)
-            assert torch.equal(stack(x, mask), expected) and torch.equal(torch.get_rng_state(), after)
-
-    for seed in range(6):
-        agree(seed)
-    assert (count.replaced, count.passed_on, recorder.recorded) == (3, {FIRST: 3}, 1)
-    assert (trunk.count.replaced, trunk.count.passed_on, trunk.recorder.recorded) == (1 + 2 * 4 + 3 * 4, {FIRST: 3}, 1)
-    with torch.no_grad():
-        trunk.blocks[2].product.weight.mul_(2)
-    for seed in range(4):
-        agree(seed)
-    assert (count.replaced, recorder.recorded) == (5, 2), "its blocks were all replayed"
-
-
-def test_a_stack_is_recorded_if_it_is_called_often() -> None:
-    """With tensors of one shape. Its blocks are replayed until then, so it is recorded at the first call that is looked at."""
-    trunk, count, recorder = Trunk(4), Count(), Traced()
-    forward = graphs.step(Stack.original, count, recorder, copies=True, before=3)
-    stack = type("Stack", (Stack,), {"forward": forward})(trunk.blocks)
-    with torch.no_grad():
-        for call in range(4):
-            assert recorder.recorded == 0
-            stack(draw(call), draw(call, 3, 1))
-            stack(draw(call, 2, 4), draw(call, 2, 1)) if call < 2 else None
-        assert (recorder.recorded, trunk.recorder.recorded, count.passed_on) == (1, 2, {FIRST: 6})
-        for call in range(3):
-            x, mask = draw(call), draw(call, 3, 1)
-            assert torch.equal(stack(x, mask), stack.original(x, mask))
-    assert (count.replaced, recorder.recorded) == (2, 1)
 
 
 @pytest.mark.parametrize("what", ["an attribute", "a list", "a width", "a class", "an object", "training"])

@@ -309,7 +309,6 @@ def _client(
                 *(f"{there}.pairformer:{name}" for name in ("PairformerLayer", "PairformerNoSeqLayer")),
                 *(f"{package}.model.modules.{name}:MSALayer" for name in msas),
             ),
-            *graphs.stacks(*(f"{there}.pairformer:{name}" for name in ("PairformerModule", "PairformerNoSeqModule"))),
         ),
         known={**shared, **(known or {}), **{f"{name}.DiffusionTransformer": x for name, x in transformers.items()}},
         split=split or {},

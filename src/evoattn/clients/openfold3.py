@@ -157,13 +157,12 @@ CLIENTS = {
             ),
             Site(_DIFFUSION, "DiffusionModule.forward", graphs.step),
             Site(_DIFFUSION, "SampleDiffusion.forward", rollout, counted=False),
-            *graphs.blocks(f"{_LATENT}.pairformer:PairFormerBlock", instead={"inplace_safe": False}),
-            *graphs.blocks(f"{_LATENT}.msa_module:MSAModuleBlock", skip=offloads, instead={"inplace_safe": False}),
-            *graphs.stacks(
-                f"{_LATENT}.pairformer:PairFormerStack",
+            *graphs.blocks(
+                f"{_LATENT}.pairformer:PairFormerBlock",
                 f"{_LATENT}.template_module:TemplatePairStack",
                 instead={"inplace_safe": False},
             ),
+            *graphs.blocks(f"{_LATENT}.msa_module:MSAModuleBlock", skip=offloads, instead={"inplace_safe": False}),
         ),
         known={**_KNOWN, f"{_LAYERS}.diffusion_transformer.DiffusionTransformer": af3_transformers.OPENFOLD3},
         split={

@@ -190,7 +190,6 @@ def _client(
             # In inference blocks write into their input; recorded ones do not.
             *graphs.blocks(block, method=f".{method}", instead={"inplace_safe": False}),
             *graphs.blocks(f"{pairformer}:MSABlock", instead={"inplace_safe": False}),
-            *graphs.stacks(f"{pairformer}:PairformerStack", instead={"inplace_safe": False}),
         ),
         known={**layers_known, **block_known, f"{transformer}.DiffusionTransformer": af3_transformers.PROTENIX},
         linears=(f"{layers}.OpenfoldLinear", f"{primitives}.Linear"),

@@ -34,31 +34,15 @@ from evoattn.clients.graphs.steps import ELSEWHERE, FIRST, Run, Steps, current
 from evoattn.clients.site import Count, Site, named
 from evoattn.core import keeping
 
-__all__ = ["ELSEWHERE", "FIRST", "Steps", "blocks", "in_loop", "loop", "release", "stacks", "step", "whole"]
+__all__ = ["ELSEWHERE", "FIRST", "Steps", "blocks", "in_loop", "loop", "release", "step", "whole"]
 
 _MOST = 512
 """Residues up to which blocks are recorded: the GPU sets the pace of more. A guess."""
-
-_MOST_OF_STACK = 256
-"""Residues up to which stacks are recorded. At 304 the replays of Boltz-2's blocks keep an H200 as busy; at 152 they do not."""
-
-_BEFORE_STACK = 8
-"""Calls of a stack with tensors of the same shapes, before one is recorded. That takes 1.4 s for Boltz-2 on an H200, and then
-saves .09 s a call at 152 residues.
-"""
 
 
 def blocks(*names: str, method: str = ".forward", **options: Any) -> tuple[Site, ...]:
     """The blocks "module:Class", whose `method` is recorded once for all of one structure; options as for `step`."""
     return named(functools.partial(step, shared=True, most=_MOST, **options), *names, method=method)
-
-
-def stacks(*names: str, **options: Any) -> tuple[Site, ...]:
-    """The stacks of blocks "module:Class", which are recorded as a whole if they are called often; options as for `step`.
-
-    Their first calls replay the recordings of blocks. A stack that is not faster as a whole goes on with these.
-    """
-    return named(functools.partial(step, copies=True, most=_MOST_OF_STACK, before=_BEFORE_STACK, **options), *names)
 
 
 def step(
@@ -67,9 +51,7 @@ def step(
     recorder: Recorder | None = None,
     *,
     shared: bool = False,
-    copies: bool = False,
     most: int | None = None,
-    before: int = 0,
     skip: Callable[..., str] = lambda *_, **__: "",
     instead: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
@@ -77,17 +59,15 @@ def step(
 
     Args:
         recorder: by default of CUDA graphs.
-        shared: whether modules that differ only in their weights share a recording.
-        copies: whether a recording reads copies of all arguments. So it stands for calls of other tensors too, in a run of a
-            `loop` and in none. One that is shared does.
+        shared: whether modules that differ only in their weights share a recording. It reads copies of all arguments, so it
+            stands for calls of other tensors too, in a run of a `loop` and in none.
         most: on a GPU a pair representation of more residues is not recorded: the GPU sets the pace there, and a recording
             would only take memory.
-        before: calls of a module with tensors of the same shapes that run before one is looked at.
         skip: takes the arguments of a call and returns the reason not to record it, or "".
         instead: values of keyword arguments in place of those that a call passes, if it may be recorded: a block that writes
             into its input cannot be.
     """
-    steps = Steps(original, count, recorder or Recorder(), shared, instead, copies=copies, before=before)
+    steps = Steps(original, count, recorder or Recorder(), shared, instead)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -163,7 +163,6 @@ class CallKind:
         loop: object | None,
         *,
         only_reads: bool,
-        scouts: bool,
     ) -> None:
         """Record a call that has run.
 
@@ -171,7 +170,7 @@ class CallKind:
         of weights once, and stands for calls in such a run alone. Without one it casts weights at each replay.
 
         only_reads: whether nobody writes to what all calls share. Else a recording is not kept whose tensors do not tell that
-        they were written to. scouts: as `Recorder.record` takes it.
+        they were written to.
         """
         self.drop()
         declined = site.declined()
@@ -182,7 +181,7 @@ class CallKind:
             with kept:
                 if shared:
                     module, loop = self._twin_of(recorder, run, module, call), None
-                self._record(recorder, functools.partial(run, module), call.tensors, loop, only_reads, scouts)
+                self._record(recorder, functools.partial(run, module), call.tensors, loop, only_reads)
         except Exception as error:  # whatever the client, a kernel or CUDA raises: the caller has its result already
             self.refuse(error)
         if site.declined() != declined:  # a kernel of the recording alone is being compiled: the next call is recorded
@@ -221,7 +220,6 @@ class CallKind:
         tensors: list[Tensor],
         loop: object | None,
         only_reads: bool,
-        scouts: bool,
     ) -> None:
         me = weakref.ref(self)
 
@@ -243,13 +241,13 @@ class CallKind:
         _copy(rooms, tensors)
         facts = [(i, x.read, x.value) for i in sorted(self._still) if kept for x in keeping.facts_of(tensors[i], read[i])]
         try:
-            options = {"draws": self._copies, "once": loop is not None, "anew": kept, "scouts": scouts}
+            options = {"draws": self._copies, "once": loop is not None, "anew": kept}
             recording = recorder.record(again, tensors[0].device, **options)
         except NotCaptured:
             if not kept:
                 raise
             self._may_keep = False  # what the steps share is made by something that a graph cannot repeat
-            self._record(recorder, run, tensors, loop, only_reads, scouts)
+            self._record(recorder, run, tensors, loop, only_reads)
             return
         results: list[Tensor] = []
         self._result_spec = flat(recording.result, tensors[0].device, results)

@@ -110,14 +110,13 @@ class Recorder:
         draws: bool = False,
         once: bool = False,
         anew: bool = False,
-        scouts: bool = True,
     ) -> Recording:
         """Record a function, on a stream of the recorder's, or raise NotCaptured if that is known to be impossible.
 
         If it `draws`, each replay draws new random numbers. once: whether the recording makes only at its beginning what a
         sampling keeps, and autocast's casts of weights. Weights must not change until it begins again: a write through `.data`
         changes neither address nor version, so nobody would notice. anew: whether it makes all of that, and reads nothing that
-        the running sampling has. scouts: whether the function is run once more to see that it can be recorded.
+        the running sampling has.
         """
         current = torch.cuda.current_stream(device)
         side = self._streams.get(device)
@@ -127,8 +126,7 @@ class Recorder:
         before = self.random_state(device)
         try:
             with torch.cuda.stream(side):
-                if scouts:
-                    scout(run, device, draws)
+                scout(run, device, draws)
                 with self._capture_lock:
                     return self._record(run, side, once, anew)
         finally:

@@ -68,12 +68,6 @@ def _within_a_whole() -> Iterator[None]:
         _inside.reset(token)
 
 
-class _Calls:
-    """Counts of calls of all steps in this process: those that were replayed, and all others."""
-
-    replayed = others = 0
-
-
 Kinds = collections.OrderedDict[Any, CallKind]
 """The kinds of calls of modules that share recordings: one module, or all of one structure."""
 
@@ -115,13 +109,10 @@ class Steps:
         shared: bool = False,
         instead: Mapping[str, Any] | None = None,
         whole: bool = False,
-        copies: bool = False,
-        before: int = 0,
     ) -> None:
         self._original, self._count, self._recorder, self._shared = original, count, recorder, shared
         self._repeated, self._is_whole = _within_a_whole if whole else repeated, whole
-        self._instead, self._copies, self._before = instead or {}, copies or shared, before
-        self._calls: weakref.WeakKeyDictionary[nn.Module, collections.Counter[Any]] = weakref.WeakKeyDictionary()
+        self._instead = instead or {}
         self._lock = threading.RLock()
         self._clock = itertools.count(1)
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
@@ -153,15 +144,9 @@ class Steps:
             return self._original(module, *args, **kwargs)
         why = self._obstacle(module)
         if why:
-            _Calls.others += 1
             self._count.count_passed_on(why)
             return self._original(module, *args, **kwargs)
-        if self._before and self._is_seldom(module, (*args, *kwargs.values())):
-            _Calls.others += 1
-            self._count.count_passed_on(FIRST)
-            with repeated():
-                return self._original(module, *args, **kwargs)
-        run = None if self._copies else current.get()
+        run = None if self._shared else current.get()
         if run is not None:
             run.called[id(self), id(module)] = self, module
         recorded = kwargs | {name: value for name, value in self._instead.items() if name in kwargs}
@@ -176,25 +161,13 @@ class Steps:
                     kind.count()
                     known.trusted = run
                     self._count.count_replaced()
-                    _Calls.replayed += 1
                     return result
-                _Calls.others += 1
                 self._count.count_passed_on(FIRST)
                 with self._repeated():
                     return (self._compare if stands else self._learn)(module, known, kind, call, run)
             self._count.count_passed_on(why or FIRST)
-        _Calls.others += 1
         with repeated() if kind is not None else contextlib.nullcontext():  # computed as recorded calls of its kind
             return self._original(module, *args, **kwargs)
-
-    def _is_seldom(self, module: nn.Module, arguments: tuple[Any, ...]) -> bool:
-        """Count a call. Return whether it is among the first of a module with tensors of these shapes."""
-        calls = self._calls.setdefault(module, collections.Counter())
-        if len(calls) >= _LOOKED_AT:
-            calls.clear()
-        shapes = tuple(x.shape for x in arguments if isinstance(x, Tensor))
-        calls[shapes] += 1
-        return calls[shapes] <= self._before
 
     def _obstacle(self, module: nn.Module) -> str:
         """The reason not to replay a call that does not depend on its arguments, or ""."""
@@ -232,8 +205,8 @@ class Steps:
         key, kinds = (self._recorder.state(seen.device), spec), known.kinds
         kind = kinds.get(key)
         if kind is None:
-            kind = kinds[key] = CallKind(spec, self._copies)
-            if self._copies and sum(narrow_expanded(x).nbytes for x in tensors) > MOST_COPIED:
+            kind = kinds[key] = CallKind(spec, self._shared)
+            if self._shared and sum(narrow_expanded(x).nbytes for x in tensors) > MOST_COPIED:
                 kind.obstacle = "many arguments, which keep a GPU busy"
             if len(kinds) > _LOOKED_AT:
                 kinds.popitem(last=False)
@@ -249,20 +222,15 @@ class Steps:
             known.seen.obstacle = known.seen.obstacle or str(error)
 
     def _learn(self, module: nn.Module, known: _Known, kind: CallKind, call: Call, run: Run | None) -> Any:
-        """Run a call as it is, and record it if one like it came before, or if it is a stack whose blocks were all replayed."""
+        """Run a call as it is, and record it if one like it came before."""
         before, declined = keeping.states(call.tensors), site.declined()
-        replayed, others = _Calls.replayed, _Calls.others
         result = self._original(module, *call.args, **call.kwargs)
         if site.declined() != declined:  # the client computed a part, while its kernels are compiled
             return result
         if self._changed(kind.spec, before, call):
             kind.obstacle = "it changes its arguments"
-            return result
-        # A stack whose blocks were all replayed was looked through with these. Once more takes as long as ten calls.
-        are_known = self._copies and not self._shared and _Calls.replayed > replayed and _Calls.others == others
-        if known.is_left_alone() and (are_known or kind.is_ready(call.tensors, run)):
-            options = {"only_reads": self._is_whole, "scouts": not are_known}
-            kind.record(self._recorder, self._original, module, call, self._shared, run, **options)
+        elif known.is_left_alone() and kind.is_ready(call.tensors, run):
+            kind.record(self._recorder, self._original, module, call, self._shared, run, only_reads=self._is_whole)
             self._drop_oldest()
         return result
 

@@ -152,8 +152,33 @@ def test_streams_share_no_twin(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(trunk.recorder, "state", lambda device, stream=stream: (stream,))
         trunk.agrees()
     first, second = kinds(trunk)
-    assert not {id(x) for x in first._weights} & {id(x) for x in second._weights}
-    assert all(x._weights for x in (first, second))
+    addresses = [{y.data_ptr() for y in x._twin.parameters()} for x in (first, second)]  # type: ignore[union-attr]
+    assert all(addresses) and not addresses[0] & addresses[1]
+
+
+def test_weights_of_a_twin_are_packed() -> None:
+    """By dtype, so that one launch writes them. Those of other strides or sizes, and those that are there twice, stay."""
+
+    def weights(seed: int) -> list[Tensor]:
+        a, b, turned, odd, half = (
+            draw(seed, 4, 8),
+            draw(seed + 1, 16),
+            draw(seed + 2, 8, 4).t(),
+            draw(seed + 3, 3),
+            draw(seed, 8).half(),
+        )
+        twice = draw(seed + 4, 4)
+        return [nn.Parameter(x) for x in (a, turned, b, odd, half)] + [twice, twice, torch.empty(0)]
+
+    targets, sources = weights(0), weights(100)
+    stay = [targets[i].data_ptr() for i in (1, 3, 5)]
+    packed = call_kinds.Packed(targets)
+    assert [targets[i].data_ptr() for i in (1, 3, 5)] == stay
+    assert targets[2].data_ptr() == targets[0].data_ptr() + targets[0].nbytes
+    assert all(map(torch.equal, targets, weights(0))), "their values stay"
+    with torch.autocast("cpu", torch.bfloat16):
+        packed.write(sources)
+    assert all(map(torch.equal, targets, sources)) and all(x.dtype == y.dtype for x, y in zip(targets, sources, strict=True))
 
 
 class Setting:

@@ -50,4 +50,6 @@ def add_gated(z: Tensor, o: Tensor, g: Tensor, module: nn.Linear, *, in_place: b
 
     out = z if in_place else torch.empty_like(z)
     kernels.add(z, o, g, module.weight, module.bias, out)
+    if in_place and not z.is_inference():
+        torch.autograd.graph.increment_version(z)  # autograd learns that what it may have saved has changed
     return out

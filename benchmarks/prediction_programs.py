@@ -31,7 +31,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))  # `clients` is there
 
 from clients.weights import fill
 
-__all__ = ["PROGRAMS", "RECYCLES", "Denoiser", "Program", "boltz2", "tf32"]
+__all__ = ["PROGRAMS", "RECYCLES", "Denoiser", "Program", "boltz2", "boltz2_arguments", "tf32"]
 
 RECYCLES = 3
 """The number of times that every published model runs its trunk again."""
@@ -158,11 +158,17 @@ def boltz2(device: torch.device, changes: Mapping[str, Mapping[str, Any]] = Mapp
     _without_preparing()
     from boltz.model.models.boltz2 import Boltz2
 
-    arguments = json.loads((FEATURES / "boltz2" / "arguments.json").read_text(encoding="utf-8"))
+    arguments = boltz2_arguments()
     arguments |= {name: arguments[name] | dict(x) for name, x in changes.items()}
     with device, patch("boltz.model.layers.initialize.trunc_normal_init_"):  # it takes a minute, for weights that are filled
-        model = Boltz2(**{name: _settings(x) for name, x in arguments.items()})
+        model = Boltz2(**arguments)
     return _filled(model).eval()
+
+
+def boltz2_arguments() -> dict[str, Any]:
+    """The arguments of the published model."""
+    arguments = json.loads((FEATURES / "boltz2" / "arguments.json").read_text(encoding="utf-8"))
+    return {name: _settings(x) for name, x in arguments.items()}
 
 
 def _boltz2_inputs(residues: int, device: torch.device) -> dict[str, Tensor]:

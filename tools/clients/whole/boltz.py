@@ -23,7 +23,6 @@ from omegaconf import OmegaConf
 from rdkit import Chem
 
 from clients.weights import drawn_by, fill
-from clients.whole.components import molecule
 
 _ATOMS = {"atom_encoder_depth": 1, "atom_encoder_heads": 4}
 _BINS = {"num_plddt_bins": 50, "num_pde_bins": 64, "num_pae_bins": 64}
@@ -120,6 +119,18 @@ ENVIRONMENT: dict[str, str] = {}
 
 def prepare(folder: pathlib.Path, sequence: str, alignment: pathlib.Path) -> None:
     """Write the components, both checkpoints and the input."""
+    write_components(folder)
+    for name, (model, arguments) in MODELS.items():
+        made = fill(model(**arguments), drawn_by(torch.Generator().manual_seed(0)))
+        write_checkpoint(folder / f"{name}_conf.ckpt", made, arguments)
+    protein = f"{{id: A, sequence: {sequence}, msa: {alignment}}}"
+    (folder / "input.yaml").write_text(f"version: 1\nsequences:\n  - protein: {protein}\n")
+
+
+def write_components(folder: pathlib.Path) -> None:
+    """Write the components of proteins and nucleic acids into a folder that `boltz predict` takes as its cache."""
+    from clients.whole.components import molecule  # needs biotite, which `boltz predict` does not
+
     Chem.SetDefaultPickleProperties(Chem.PropertyPickleOptions.AllProps)
     molecules = {name: molecule(name) for name in canonical_tokens}
     (folder / "mols").mkdir()
@@ -128,10 +139,9 @@ def prepare(folder: pathlib.Path, sequence: str, alignment: pathlib.Path) -> Non
     (folder / "ccd.pkl").write_bytes(pickle.dumps(molecules))
     for name in ("mols.tar", "boltz2_aff.ckpt"):  # Boltz downloads what is not there
         (folder / name).touch()
-    for name, (model, arguments) in MODELS.items():
-        made = model(**arguments)
-        fill(made, drawn_by(torch.Generator().manual_seed(0)))
-        kept = {"state_dict": made.state_dict(), "hyper_parameters": arguments, "pytorch-lightning_version": "2.5.0"}
-        torch.save(kept, folder / f"{name}_conf.ckpt")
-    protein = f"{{id: A, sequence: {sequence}, msa: {alignment}}}"
-    (folder / "input.yaml").write_text(f"version: 1\nsequences:\n  - protein: {protein}\n")
+
+
+def write_checkpoint(path: pathlib.Path, model: torch.nn.Module, arguments: dict[str, Any]) -> None:
+    """Write what `boltz predict` reads of a checkpoint: the weights of a model, and the arguments that made it."""
+    kept = {"state_dict": model.state_dict(), "hyper_parameters": arguments, "pytorch-lightning_version": "2.5.0"}
+    torch.save(kept, path)

@@ -72,9 +72,11 @@ def spread(inputs: int, shortest: int, longest: int) -> list[int]:
 
 def prepare(files: Path, narrow: bool, device: str) -> None:
     """Write the chemical components and the checkpoint, unless they are there."""
+    if (files / "mols").exists() and (files / "boltz2_conf.ckpt").exists():
+        return
     import torch
 
-    whole: Any = __import__("clients.whole.boltz", fromlist=["boltz"])
+    whole: Any = __import__("clients.whole.boltz", fromlist=["boltz"])  # imports Boltz
     files.mkdir(parents=True, exist_ok=True)
     if not (files / "mols").exists():
         whole.write_components(files)

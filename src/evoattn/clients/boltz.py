@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evoattn.clients import diffusion, graphs, sampling
+from evoattn.clients import diffusion, graphs, initial, sampling
 from evoattn.clients.arguments import forwards, ignore
 from evoattn.clients.blocks import END, KnownBlock, PairLayers, SplitBlock
 from evoattn.clients.calls import HOST_BOUND, additive, host_sets_pace, kernel, multiplication
@@ -269,14 +269,16 @@ def _client(
     transformers: Mapping[str, KnownLayer],
     encoders: str,
     msas: tuple[str, ...],
+    initials: tuple[str, ...],
     split: Mapping[str, SplitBlock] | None = None,
 ) -> Client:
     """Boltz or BoltzGen.
 
     `multiplied` is the module of the triangle multiplication. `pairs` has replacements of `AttentionPairBias.forward` by
     module, `diffusions` modules of the diffusion, of which the last passes pair biases to its denoiser, `transformers` those of
-    its transformers, `encoders` the one of the condition, and `msas` those of the MSA module. The others have what only one of
-    both has: sites of `layers`, layers, and blocks that can be split over processes.
+    its transformers, `encoders` the one of the condition, `msas` those of the MSA module, and `initials` those that draw
+    initial weights. The rest is what only one of both has: sites of `layers`, layers, and blocks that can be split over
+    processes.
     """
     there = f"{package}.model.layers"
     transformers = {f"{package}.model.modules.{name}": x for name, x in transformers.items()}
@@ -300,6 +302,7 @@ def _client(
             *sites(shared, least=FEW),
             *diffusion.boltz_sites(tuple(transformers)),
             *_uncounted(diffusion.conditioned, f"{diffusions[-1]}:DiffusionModule.forward"),
+            *(Site(name, "trunc_normal_init_", initial.truncated, counted=False) for name in initials),
             *_uncounted(diffusion.shared_condition, f"{package}.model.modules.{encoders}:SingleConditioning.forward"),
         ),
         steps=(
@@ -346,6 +349,7 @@ CLIENTS = {
         transformers={"transformers": diffusion.BOLTZ1, "transformersv2": diffusion.BOLTZ2},
         encoders="encodersv2",
         msas=("trunk", "trunkv2"),
+        initials=("boltz.model.layers.initialize",),
         split={
             "boltz.model.layers.pairformer.PairformerLayer": SplitBlock(_call_pairs, "", "mask", "attention", _split_single),
             "boltz.model.layers.pairformer.PairformerNoSeqLayer": SplitBlock(_call_pairs),
@@ -359,5 +363,6 @@ CLIENTS = {
         transformers={"transformers": diffusion.BOLTZ2},
         encoders="encoders",
         msas=("trunk",),
+        initials=("boltzgen.model.layers.initialize", "boltzgen.model.layers.triangular_attention.primitives"),
     ),
 }

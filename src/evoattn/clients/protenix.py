@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evoattn.clients import af3_transformers, aggregation, arguments, denoisers, graphs
+from evoattn.clients import af3_transformers, aggregation, arguments, denoisers, graphs, initial
 from evoattn.clients.arguments import ClientsOwn, Layer, UnknownArgument, ignore
 from evoattn.clients.blocks import KnownBlock
 from evoattn.clients.calls import HOST_BOUND, additive, host_sets_pace, kernel, multiplication, queries_first
@@ -182,6 +182,7 @@ def _client(
             *sites(layers_known, least_trained=FEW),
             *sites(block_known, least_trained=FEW, method=method),
             *denoisers.protenix_sites(package),
+            Site(layers, "trunc_normal_init_", initial.truncated, counted=False),
         ),
         steps=(
             Site(f"{package}.model.utils", "aggregate_atom_to_token", aggregation.means_by_token, counted=False),

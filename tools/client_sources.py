@@ -11,7 +11,7 @@ def main(names: list[str]) -> None:
     """Add the installed release of each client, or replace its digests."""
     for name in names:
         of, digests = client(name), {}
-        for site in (*of.sites, *of.layers, *of.steps):
+        for site in (*of.sites, *of.layers, *of.steps, *of.command):
             function = site.find()[2]
             if function is None:
                 sys.exit(f"{name} {of.installed} has no {site}")

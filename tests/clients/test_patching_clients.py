@@ -25,7 +25,7 @@ def test_every_site_of_a_client_is_known(name: str) -> None:
     of = patching.client(name)
     assert of.name == name
     for version, digests in sources()[name].items():
-        assert set(digests) == {str(site) for site in (*of.sites, *of.layers, *of.steps)}, version
+        assert set(digests) == {str(site) for site in (*of.sites, *of.layers, *of.steps, *of.command)}, version
     assert len({str(site) for site in of.sites}) == len(of.sites)
 
 

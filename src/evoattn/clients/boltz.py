@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evoattn.clients import diffusion, graphs, initial, sampling
+from evoattn.clients import diffusion, graphs, initial, sampling, writing
 from evoattn.clients.arguments import forwards, ignore
 from evoattn.clients.blocks import END, KnownBlock, PairLayers, SplitBlock
 from evoattn.clients.calls import HOST_BOUND, additive, host_sets_pace, kernel, multiplication
@@ -271,14 +271,15 @@ def _client(
     msas: tuple[str, ...],
     initials: tuple[str, ...],
     split: Mapping[str, SplitBlock] | None = None,
+    command: tuple[Site, ...] = (),
 ) -> Client:
     """Boltz or BoltzGen.
 
     `multiplied` is the module of the triangle multiplication. `pairs` has replacements of `AttentionPairBias.forward` by
     module, `diffusions` modules of the diffusion, of which the last passes pair biases to its denoiser, `transformers` those of
     its transformers, `encoders` the one of the condition, `msas` those of the MSA module, and `initials` those that draw
-    initial weights. The rest is what only one of both has: sites of `layers`, layers, and blocks that can be split over
-    processes.
+    initial weights. The rest is what only one of both has: sites of `layers` and of its `command`, layers, and blocks
+    that can be split over processes.
     """
     there = f"{package}.model.layers"
     transformers = {f"{package}.model.modules.{name}": x for name, x in transformers.items()}
@@ -313,6 +314,7 @@ def _client(
                 *(f"{package}.model.modules.{name}:MSALayer" for name in msas),
             ),
         ),
+        command=command,
         known={**shared, **(known or {}), **{f"{name}.DiffusionTransformer": x for name, x in transformers.items()}},
         split=split or {},
         linears=(f"{attention}.primitives.Linear",),
@@ -354,6 +356,13 @@ CLIENTS = {
             "boltz.model.layers.pairformer.PairformerLayer": SplitBlock(_call_pairs, "", "mask", "attention", _split_single),
             "boltz.model.layers.pairformer.PairformerNoSeqLayer": SplitBlock(_call_pairs),
         },
+        command=(
+            *_uncounted(
+                writing.then_write, f"{_MODULES}.diffusion:AtomDiffusion.sample", f"{_MODULES}.diffusionv2:AtomDiffusion.sample"
+            ),
+            Site("boltz.data.write.writer", "BoltzWriter.write_on_batch_end", writing.later, counted=False),
+            Site("boltz.data.write.writer", "BoltzWriter.on_predict_epoch_end", writing.write_first, counted=False),
+        ),
     ),
     "boltzgen": _client(
         "boltzgen",

@@ -370,7 +370,7 @@ def patch_as_imported(
     UnknownRelease: the files of the client are not those that are known. Nothing is replaced then.
     """
     of = client(name)
-    parts = of.parts(layers, graphs)
+    parts = of.parts(layers, graphs, command=graphs)
     if name not in active:
         check_files(of)
         patched = active[name] = Patch(tell, precision, wait)

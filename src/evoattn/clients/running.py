@@ -18,6 +18,7 @@ import textwrap
 import threading
 from typing import Any
 
+from evoattn.clients import writing
 from evoattn.clients.graphs import ELSEWHERE
 from evoattn.clients.loading import load_ahead
 from evoattn.clients.patching import NAMES, client, patch_as_imported
@@ -106,7 +107,7 @@ def summary(folder: pathlib.Path, names: tuple[str, ...], precision: str = "exac
     computed: collections.Counter[str] = collections.Counter()
     passed_on: dict[str, collections.Counter[str]] = {}
     steps: collections.Counter[str] = collections.Counter()
-    backends, patched, refused = set(), set(), set()
+    backends, patched, refused, later = set(), set(), set(), 0
     for name, count in totals(folder).items():
         match name:
             case ("call", _, "", kind):
@@ -117,6 +118,8 @@ def summary(folder: pathlib.Path, names: tuple[str, ...], precision: str = "exac
                 steps[reason] += count
             case ("backend", backend):
                 backends.add(backend)
+            case ("written later",):
+                later += count
             case ("waited", reason):
                 refused.add(f"calls waited for their kernels to be compiled: {reason}")
             case ("patched", client_name, version):
@@ -142,6 +145,8 @@ def summary(folder: pathlib.Path, names: tuple[str, ...], precision: str = "exac
         parts.append(precision_in_words(precision, computed))
     by_count = sorted(passed_on.items(), key=lambda item: -item[1].total())
     parts += [f"{in_words(counts)} by the original: {reason}" for reason, counts in by_count]
+    if later:
+        parts.append(f"{later:,} structure{'s' if later != 1 else ''} written beside the next prediction")
     return "; ".join([*parts, *_steps(steps), *sorted(refused)]) + ending
 
 
@@ -203,7 +208,7 @@ def modules(names: tuple[str, ...] = NAMES, *, layers: bool = True, graphs: bool
     clients_by_module: dict[str, list[str]] = {}
     for name in names:
         of = client(name)
-        sites = (site for sites in of.parts(layers, graphs).values() for site in sites if site.replace)
+        sites = (site for sites in of.parts(layers, graphs, command=graphs).values() for site in sites if site.replace)
         for module in sorted({site.module for site in sites} | {module for module, _, _ in of.values}):
             clients_by_module.setdefault(module, []).append(name)
     return clients_by_module
@@ -219,6 +224,7 @@ def _tally(folder: str | None) -> Tally:
     tally = Tally(folder)
     lookup.listeners.append(functools.partial(tally.add, "backend"))
     beside.listeners.append(functools.partial(tally.add, "waited"))
+    writing.listeners.append(functools.partial(tally.add, "written later"))
     return tally
 
 

@@ -319,6 +319,7 @@ class Client:
         values: module, name and value of what says that a kernel is there, or is one; set where nothing is there.
         layers: whole layers that `evoattn.nn` can compute, replaced besides if that is asked for.
         steps: what a prediction repeats, recorded as CUDA graphs if that is asked for.
+        command: functions of the client's command around its predictions, replaced by `evoattn run` with graphs alone.
         known: layers and blocks that `evoattn.nn` can compute, by the full name of the class.
         split: blocks whose pair representation can be split over processes, by the full name of the class.
         linears, norms: full names of classes that compute the same as torch's, if they set no precision.
@@ -330,6 +331,7 @@ class Client:
     values: tuple[tuple[str, str, Any], ...] = ()
     layers: tuple[Site, ...] = ()
     steps: tuple[Site, ...] = ()
+    command: tuple[Site, ...] = ()
     known: Mapping[str, KnownLayer | KnownBlock] = dataclasses.field(default_factory=dict)
     split: Mapping[str, SplitBlock] = dataclasses.field(default_factory=dict)
     linears: tuple[str, ...] = ()
@@ -345,7 +347,8 @@ class Client:
         """True if its diffusion transformers can be replaced. They alone have the precision of a patch."""
         return any(site.kind == TRANSFORMER and site.replace for site in self.layers)
 
-    def parts(self, layers: bool = True, graphs: bool = True) -> dict[str, tuple[Site, ...]]:
+    def parts(self, layers: bool = True, graphs: bool = True, command: bool = False) -> dict[str, tuple[Site, ...]]:
         """The sites by part, in the order of replacement. Each stands over those before, and passes on what it cannot do."""
-        parts = {"attention": self.sites, "layers": self.layers, "steps": self.steps}
-        return {part: parts[part] for part in ("attention", *["layers"] * layers, *["steps"] * graphs)}
+        parts = {"attention": self.sites, "layers": self.layers, "steps": self.steps, "command": self.command}
+        wanted = ("attention", *["layers"] * layers, *["steps"] * graphs, *["command"] * command)
+        return {part: parts[part] for part in wanted}

@@ -1,6 +1,7 @@
 """Initial weights of clients' models, drawn fast: a program that reads a checkpoint makes them first, and throws them away.
 
-Reading Boltz-2's checkpoint takes 22.5 s of one core with the client's own function, and 9.4 s with this one.
+Reading Boltz-2's checkpoint takes 22.5 s of one core with the client's own function, and 9.4 s with this one. Making the
+model of Protenix takes 53 and 7 s.
 """
 
 from __future__ import annotations

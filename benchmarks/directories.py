@@ -11,7 +11,7 @@ and weights are random. The model is Boltz-2 of the published depth, or with `--
 - "kept": the same again, with the kernels of "bare".
 
 Stages lie beside one another and add up to the wall time. "busy" is the share of the time between the ends of the
-first and the last structure in which the GPU computed, as nvidia-smi tells it. "predicting" is the share of the same time that
+first and the last structure in which the GPU computed, as NVML tells it. "predicting" is the share of the same time that
 is inside predictions.
 """
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -76,7 +77,7 @@ def prepare(files: Path, narrow: bool, device: str) -> None:
         return
     import torch
 
-    whole: Any = __import__("clients.whole.boltz", fromlist=["boltz"])  # imports Boltz
+    whole: Any = importlib.import_module("clients.whole.boltz")  # imports Boltz
     files.mkdir(parents=True, exist_ok=True)
     if not (files / "mols").exists():
         whole.write_components(files)
@@ -86,7 +87,7 @@ def prepare(files: Path, narrow: bool, device: str) -> None:
         of, arguments = whole.MODELS["boltz2"]
         model = whole.fill(of(**arguments), whole.drawn_by(torch.Generator().manual_seed(0)))
     else:
-        programs: Any = __import__("prediction_programs")
+        programs: Any = importlib.import_module("prediction_programs")
         model, arguments = programs.boltz2(torch.device(device)), programs.boltz2_arguments()
         read = ("training_args", "validation_args")  # by attributes
         arguments |= {name: whole.OmegaConf.create(dict(arguments[name])) for name in read}
@@ -95,27 +96,28 @@ def prepare(files: Path, narrow: bool, device: str) -> None:
 
 @contextlib.contextmanager
 def watched(seconds: float = 0.1) -> Iterator[list[tuple[float, float]]]:
-    """Times, and the percentage of the time before in which the first GPU computed. Empty without nvidia-smi."""
+    """Times, and the percentage of the time before in which the first GPU computed. Empty without nvidia-ml-py or a GPU."""
     readings: list[tuple[float, float]] = []
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    ended = threading.Event()
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        gpu = nvml.nvmlDeviceGetHandleByIndex(0)
+    except Exception:  # the error of a machine without a GPU is nvml's own
         yield readings
         return
-    query = ["-i", "0", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", str(round(seconds * 1e3))]
-    with subprocess.Popen([program, *query], stdout=subprocess.PIPE, text=True) as process:
 
-        def read() -> None:
-            for line in process.stdout or ():
-                with contextlib.suppress(ValueError):
-                    readings.append((time.time(), float(line)))
+    def read() -> None:
+        while not ended.wait(seconds):
+            readings.append((time.time(), float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)))
 
-        reader = threading.Thread(target=read)
-        reader.start()
-        try:
-            yield readings
-        finally:
-            process.kill()
-            reader.join()
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        yield readings
+    finally:
+        ended.set()
+        reader.join()
 
 
 def parts(marks: list[list[Any]], begin: float, end: float, readings: list[tuple[float, float]]) -> dict[str, Any]:
@@ -159,6 +161,8 @@ def run(way: str, folder: Path, files: Path, inputs: Path, options: argparse.Nam
     """Run the command in one of the ways."""
     name = way.replace(" ", "-")
     record, out = folder / f"{name}.jsonl", folder / f"{name}-out"
+    record.unlink(missing_ok=True)
+    shutil.rmtree(out, ignore_errors=True)  # Boltz leaves out what it finds there
     command = [sys.executable, str(_CLOCK), str(record), "predict", str(inputs), "--cache", str(files), "--out_dir", str(out)]
     command += ["--accelerator", "gpu" if options.device == "cuda" else "cpu", "--sampling_steps", str(options.steps)]
     command += [
@@ -213,7 +217,7 @@ def main() -> None:
     parser.add_argument("--narrow", action="store_true", help="a narrow model")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--files", type=Path, metavar="FOLDER", help="keep components and checkpoint here")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep kernels, logs and structures here; must be empty")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep kernels, logs and structures here")
     parser.add_argument("--seconds", type=float, default=3600.0, metavar="S", help="for one command (default: 3600)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the record")
     options = parser.parse_args()

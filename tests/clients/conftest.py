@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from evoattn.clients import patching
+from evoattn.clients import calls, patching, site
 from evoattn.clients.layers import sites
 from evoattn.clients.registry import known
 from evoattn.clients.releases import digest, sources
@@ -18,6 +18,14 @@ from evoattn.clients.site import Client
 from tests.clients.program import Program
 from tests.clients.recording import Watched
 from tests.clients.toy import SITES, TOY, function_at
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_to_clients_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tests compare small calls on a CPU, which clients compute by themselves, with no kernel that could be missing."""
+    monkeypatch.setattr(calls, "_FEW_SCORES_ON_CPU", 0)
+    monkeypatch.setattr(calls, "_FEW_ENTRIES_ON_CPU", 0)
+    monkeypatch.setattr(site, "_has_kernels", lambda: True)
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(single: bool, m
     def layer_of(original: Any, count: Count) -> Any:
         return lambda *args: "ours"
 
-    wrap = boltz.unless_host_bound(layer_of if single else boltz.boltz2_attention, counted=not single)
+    wrap = boltz.unless_faster_as_installed(layer_of if single else boltz.boltz2_attention, counted=not single)
     forward = wrap(lambda *args: "theirs", count)
 
     def outcome(length: int) -> Any:
@@ -150,9 +150,9 @@ def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(single: bool, m
 def test_pace_of_a_step_of_boltz_1_is_told_by_its_cached_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its second step has no pair representation."""
     sizes: list[tuple[int, ...]] = []
-    monkeypatch.setattr(boltz, "host_sets_pace", lambda x, *numbers: sizes.append(numbers) or True)
+    monkeypatch.setattr(boltz, "faster_as_installed", lambda x, *numbers: sizes.append(numbers) or "few")
     client, s = types.SimpleNamespace(num_heads=4), torch.zeros(2, 5, 3)
-    forward = boltz.unless_host_bound(lambda original, count: original)(lambda *args, **named: "original", Count())
+    forward = boltz.unless_faster_as_installed(lambda original, count: original)(lambda *args, **named: "original", Count())
     for z, cache in ((torch.zeros(1, 5, 7, 8), {}), (None, {"z": torch.zeros(1, 4, 5, 7)})):
         assert forward(client, s, z, mask=torch.ones(2, 7), model_cache=cache) == "original"
     assert sizes == [(5, 7, 2 * 4 * 5 * 7)] * 2

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from evoattn.clients import diffusion, graphs, initial, sampling, writing
 from evoattn.clients.arguments import forwards, ignore
 from evoattn.clients.blocks import END, KnownBlock, PairLayers, SplitBlock
-from evoattn.clients.calls import HOST_BOUND, additive, host_sets_pace, kernel, multiplication
+from evoattn.clients.calls import additive, faster_as_installed, kernel, multiplication
 from evoattn.clients.known import KnownLayer, channels_of, renamed, transition, triangle
 from evoattn.clients.layers import FEW, layer, sites
 from evoattn.clients.site import Client, Count, Replace, Site, named, replacement
@@ -24,8 +24,8 @@ from evoattn.nn.pair_bias import AttentionPairBias
 from evoattn.nn.sharded import like, local
 
 
-def unless_host_bound(replace: Replace, *, counted: bool = True) -> Replace:
-    """`replace`, except for calls in which the host sets the pace. These are counted here if no site inside counts them."""
+def unless_faster_as_installed(replace: Replace, *, counted: bool = True) -> Replace:
+    """`replace`, except for calls that are faster as installed. These are counted here if no site inside counts them."""
 
     def wrap(original: Any, count: Count) -> Any:
         ours = replace(original, count)
@@ -33,10 +33,11 @@ def unless_host_bound(replace: Replace, *, counted: bool = True) -> Replace:
         def forward(self: Any, s: Tensor, z: Tensor | None, *rest: Any, **named: Any) -> Any:
             # From Boltz-1's second step on z is None, and its projection `[B, H, Q, K]` is in the cache.
             queries, keys = named["model_cache"]["z"].shape[-2:] if z is None else z.shape[-3:-1]
-            if not host_sets_pace(s, queries, keys, s.shape[0] * self.num_heads * queries * keys):
+            reason = faster_as_installed(s, queries, keys, s.shape[0] * self.num_heads * queries * keys)
+            if not reason:
                 return ours(self, s, z, *rest, **named)
             if counted:
-                count.count_passed_on(HOST_BOUND)
+                count.count_passed_on(reason)
             return original(self, s, z, *rest, **named)
 
         return forward
@@ -292,7 +293,7 @@ def _client(
         (
             Site(f"{attention}.primitives", "_attention", additive),
             Site(f"{attention}.primitives", "kernel_triangular_attn", kernel),
-            *(Site(f"{there}.{name}", "AttentionPairBias.forward", unless_host_bound(x)) for name, x in pairs.items()),
+            *(Site(f"{there}.{name}", "AttentionPairBias.forward", unless_faster_as_installed(x)) for name, x in pairs.items()),
             Site(f"{there}.{multiplied}", ("_" if package == "boltzgen" else "") + multiplication_kernel,
                  multiplication, missing="cuequivariance_torch", counted=False),
             Site(f"{attention}.primitives", "Attention.forward"),
@@ -332,7 +333,7 @@ CLIENTS = {
         ("diffusion", "diffusionv2"),
         (
             *named(
-                unless_host_bound(layer, counted=False),
+                unless_faster_as_installed(layer, counted=False),
                 "boltz.model.layers.attention:AttentionPairBias",
                 "boltz.model.layers.attentionv2:AttentionPairBias",
             ),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from evoattn.clients import diffusion, graphs
 from evoattn.clients.af3_transformers import Denoiser, denoiser_now, latest
 from evoattn.clients.site import Count, Site
-from evoattn.nn.submodules import has_hooks
+from evoattn.nn.submodules import has_hooks_inside
 
 MODE, ALONE = "OPENDDE_FOLDCP_MODE", "single"
 """The variable by which OpenDDE splits pair representations over processes, and its value if it does not."""
@@ -29,7 +29,7 @@ def may_share(module: nn.Module) -> bool:
     """Return whether steps may share what a module computes: in a sampling on a GPU, if nobody sees that it is called."""
     if not diffusion.may_have_kernels(module) or torch.is_grad_enabled() or module.training:
         return False
-    return not any(map(has_hooks, module.modules()))
+    return not has_hooks_inside(module)
 
 
 def denoised(original: Callable[..., Any], count: Count) -> Callable[..., Any]:

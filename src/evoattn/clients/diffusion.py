@@ -25,7 +25,7 @@ from evoattn.core.keeping import fact, keeps, made_once
 from evoattn.nn import diffusion_steps
 from evoattn.nn.condition_steps import add_transition
 from evoattn.nn.diffusion import DiffusionTransformer, ThreefoldConditionedTransition, ToKeys
-from evoattn.nn.submodules import has_hooks
+from evoattn.nn.submodules import has_hooks_inside
 
 KIND = TRANSFORMER
 
@@ -245,7 +245,7 @@ def shared_condition(original: Callable[..., Any], count: Count) -> Callable[...
         if owners is None:
             return original(self, times, s_trunk, s_inputs)
         times, s_trunk, s_inputs = times[:1], s_trunk[:1], s_inputs[:1]
-        if not isinstance(owners[1], Tensor) or self.disable_times or any(map(has_hooks, self.modules())):
+        if not isinstance(owners[1], Tensor) or self.disable_times or has_hooks_inside(self):
             return original(self, times, s_trunk, s_inputs)
         embed = functools.partial(_embedded, self, s_trunk, s_inputs)
         s = made_once("single condition", (*owners, *self.norm_single.parameters(), *self.single_embed.parameters()), embed)

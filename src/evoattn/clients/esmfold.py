@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from evoattn.clients import graphs
 from evoattn.clients.arguments import UnknownArgument, ignore
 from evoattn.clients.blocks import KnownBlock
-from evoattn.clients.calls import projected
+from evoattn.clients.calls import FEW_ON_CPU, is_small_on_cpu, projected
 from evoattn.clients.known import MULTIPLICATION, WIDEST, KnownLayer, features, transition, triangle
 from evoattn.clients.layers import FEW, sites
 from evoattn.clients.site import Client, PassedOn, Site, replacement
@@ -29,14 +29,18 @@ def _triangle(
 ) -> Tensor | PassedOn:
     if args or kwargs.get("use_flash"):
         return PassedOn("use_flash, or options by position")
+    if is_small_on_cpu(q_x, q_x.shape[:-1].numel() * kv_x.shape[-2] * self.no_heads):
+        return PassedOn(FEW_ON_CPU)
     return projected(self, q_x, kv_x, biases)
 
 
 @replacement
 def _sequence(
     self: Any, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None, indices: Any = None
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, None] | PassedOn:
     """The maps of the attention, which the original returns second, are None: nobody in the model reads them."""
+    if is_small_on_cpu(x, x.shape[:-1].numel() * x.shape[-2] * self.num_heads):
+        return PassedOn(FEW_ON_CPU)
     q, k, v = linear(x, self.proj).view(*x.shape[:2], self.num_heads, -1).permute(0, 2, 1, 3).chunk(3, dim=-1)
     biases = [None if bias is None else bias.permute(0, 3, 1, 2)]
     if mask is not None:

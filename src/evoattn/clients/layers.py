@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from evoattn.clients.arguments import positions
 from evoattn.clients.blocks import KnownBlock
-from evoattn.clients.calls import is_float32_on_gpu, residues
+from evoattn.clients.calls import FEW_ON_CPU, has_few_entries_on_cpu, is_float32_on_gpu, is_small_on_cpu, residues
 from evoattn.clients.known import KnownLayer
 from evoattn.clients.site import COMPILING, Count, PassedOn, Site, is_repeated
 from evoattn.clients.swap import Swap
@@ -83,6 +83,8 @@ def layer(original: Callable[..., Any], count: Count, least: int = 0, least_trai
             return original(self, *args, **kwargs)
         values = (*args, *kwargs.values())
         swap, reason = None, _too_small(values, least_trained if torch.is_grad_enabled() else least)
+        if not reason and has_few_entries_on_cpu(values) and not _asks_for_kernel(names, args, kwargs):
+            reason = FEW_ON_CPU
         if not reason and count.is_compiling(self, names, args, kwargs):
             reason = COMPILING
         if not reason:
@@ -108,6 +110,12 @@ def _too_small(arguments: tuple[Any, ...], least: int) -> str:
     return f"fewer than {least} residues, where the client's own layers take less of the host"
 
 
+def _asks_for_kernel(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call switches on a kernel of the client's, which may fail on a CPU."""
+    given = (*zip(names, args, strict=False), *kwargs.items())
+    return any((x is True and name.startswith("use_")) or (type(x) is str and x != "torch") for name, x in given)
+
+
 def _current(client: nn.Module, arguments: tuple[Any, ...]) -> tuple[Swap | None, str]:
     """The swap of a layer for a call, or None and the reason to leave the call to the client.
 
@@ -115,12 +123,12 @@ def _current(client: nn.Module, arguments: tuple[Any, ...]) -> tuple[Swap | None
     """
     swap = _swaps.get(client)
     if swap is not None:
-        reason = slower_in_float32(swap, arguments)
+        reason = slower_on_cpu(swap, arguments) or slower_in_float32(swap, arguments)
         if reason or swap.is_left:
             return None, reason
     if swap is None or not swap.snapshot.holds(client):
         swap = _swaps[client] = Swap(client, is_called=True)
-        if reason := slower_in_float32(swap, arguments):
+        if reason := slower_on_cpu(swap, arguments) or slower_in_float32(swap, arguments):
             return None, reason
     return swap, ""
 
@@ -133,6 +141,14 @@ def _multiplies_by_float16(arguments: tuple[Any, ...]) -> bool:
     if float32_products() == "tf32" or torch.version.hip is not None:
         return False
     return is_repeated() or (residues(arguments) or FEW) >= FEW
+
+
+def slower_on_cpu(swap: Swap, arguments: tuple[Any, ...]) -> str:
+    """The reason why an attention with pair bias is left to the client on a CPU, or ""."""
+    if not isinstance(swap.layer, AttentionPairBias):
+        return ""
+    a = next(x for x in arguments if isinstance(x, Tensor))
+    return FEW_ON_CPU if is_small_on_cpu(a, a.shape[:-1].numel() * a.shape[-2] * swap.layer.no_heads) else ""
 
 
 def slower_in_float32(swap: Swap, arguments: tuple[Any, ...]) -> str:

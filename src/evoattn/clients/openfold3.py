@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from evoattn.clients import af3_transformers, aggregation, denoisers, graphs
 from evoattn.clients.arguments import Layer, forwards
 from evoattn.clients.blocks import KnownBlock, SplitBlock, call_openfold_block
-from evoattn.clients.calls import HOST_BOUND, host_sets_pace, low_memory, offloads, queries_first
+from evoattn.clients.calls import faster_as_installed, low_memory, offloads, queries_first
 from evoattn.clients.known import KnownLayer, layers_of_openfold, renamed, share, transition, triangle
 from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, PassedOn, Site, named, replacement
@@ -34,8 +34,9 @@ def _additive(
     query: Tensor, key: Tensor, value: Tensor, biases: list[Tensor], use_high_precision: bool = False
 ) -> Tensor | PassedOn:
     """In the dtype of the query, which the original sets as that of autocast. Sums are float32 with either precision."""
-    if host_sets_pace(query, query.shape[-2], key.shape[-2], query.shape[:-1].numel() * key.shape[-2]):
-        return PassedOn(HOST_BOUND)
+    scores = query.shape[:-1].numel() * key.shape[-2]
+    if reason := faster_as_installed(query, query.shape[-2], key.shape[-2], scores):
+        return PassedOn(reason)
     with torch.autocast(query.device.type, enabled=False):
         return attention(query, key.to(query.dtype), value.to(query.dtype), biases)
 

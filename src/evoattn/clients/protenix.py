@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from evoattn.clients import af3_transformers, aggregation, arguments, denoisers, graphs, initial
 from evoattn.clients.arguments import ClientsOwn, Layer, UnknownArgument, ignore
 from evoattn.clients.blocks import KnownBlock
-from evoattn.clients.calls import HOST_BOUND, additive, host_sets_pace, kernel, multiplication, queries_first
+from evoattn.clients.calls import additive, faster_as_installed, kernel, multiplication, queries_first
 from evoattn.clients.known import MULTIPLICATION, KnownLayer, features, transition, triangle
 from evoattn.clients.layers import FEW, sites
 from evoattn.clients.site import Client, PassedOn, Site, replacement
@@ -37,8 +37,9 @@ def _single(
     """`[..., H, L, D]`, or windows `[..., H, blocks, L, D]`, whose blocks take the place of heads."""
     if q.ndim < 3:
         return PassedOn("an attention without heads")
-    if attn_bias is not None and host_sets_pace(q, q.shape[-2], k.shape[-2], q.shape[:-1].numel() * k.shape[-2]):
-        return PassedOn(HOST_BOUND)
+    scores = q.shape[:-1].numel() * k.shape[-2]
+    if attn_bias is not None and (reason := faster_as_installed(q, q.shape[-2], k.shape[-2], scores)):
+        return PassedOn(reason)
     return attention(q, k.to(q.dtype), v.to(q.dtype), [attn_bias])
 
 

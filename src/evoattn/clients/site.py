@@ -15,7 +15,7 @@ import torch
 from evoattn.core import attempts, keeping
 from evoattn.core.devices import installed_version
 from evoattn.dispatch.distributed import is_distributed
-from evoattn.nn.submodules import has_global_hooks, has_hooks
+from evoattn.nn.submodules import has_global_hooks, has_hooks_inside
 
 if TYPE_CHECKING:
     from evoattn.clients.blocks import KnownBlock, SplitBlock
@@ -43,7 +43,7 @@ class Count:
         Then the call has left no trace: no count, no random number drawn, nothing that a sampling keeps. Calls wait that
         `_must_wait`. What another thread draws from the same generators meanwhile is drawn again.
         """
-        if self.waits or torch.compiler.is_compiling() or torch.is_grad_enabled():
+        if self.waits or not _has_kernels() or torch.compiler.is_compiling() or torch.is_grad_enabled():
             return function(*args, **kwargs)
         if keeping.is_capturing():
             with attempts.waiting():
@@ -155,7 +155,12 @@ def _must_wait(values: list[Any]) -> bool:
     modules = [x for x in values if isinstance(x, torch.nn.Module)]
     if any(x.training for x in modules) or any(map(is_distributed, values)):
         return True
-    return has_global_hooks() or any(has_hooks(inner) for x in modules for inner in x.modules())
+    return has_global_hooks() or any(map(has_hooks_inside, modules))
+
+
+def _has_kernels() -> bool:
+    """Return whether a call may launch kernels, which may have to be compiled: a GPU is in use."""
+    return bool(torch.cuda.is_initialized())
 
 
 def _random_states(values: list[Any]) -> list[tuple[torch.Generator, torch.Tensor]]:

@@ -52,7 +52,11 @@ def _compare(folder: pathlib.Path, model: str, command: str, environment: dict[s
 
 def _run(command: str, out: pathlib.Path, environment: dict[str, str]) -> str:
     """Run one command in the folder of its files; keep and return what it prints. End with status 1 if it fails."""
-    paths = {"PATH": f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}/tools"}
+    startup = pathlib.Path(__file__).parent / "startup"
+    paths = {
+        "PATH": f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": f"{startup}{os.pathsep}{ROOT}/tools",
+    }
     settings = {**os.environ, **paths, "OMP_NUM_THREADS": "1", **environment}  # the models are small: more threads only wait
     log = out.with_suffix(".log")
     with log.open("w") as file:

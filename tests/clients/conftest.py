@@ -23,8 +23,7 @@ from tests.clients.toy import SITES, TOY, function_at
 @pytest.fixture(autouse=True)
 def _nothing_is_left_to_clients_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their tests compare small calls on a CPU, which clients compute by themselves, with no kernel that could be missing."""
-    monkeypatch.setattr(calls, "_FEW_SCORES_ON_CPU", 0)
-    monkeypatch.setattr(calls, "_FEW_ENTRIES_ON_CPU", 0)
+    monkeypatch.setattr(calls, "few_on_cpu", lambda _: 0)
     monkeypatch.setattr(site, "_has_kernels", lambda: True)
 
 

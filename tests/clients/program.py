@@ -54,7 +54,7 @@ def long(x):
 # What makes the toy known in a program, before it is imported. Its small calls on a CPU are not left to it.
 PREPARE = """
 import evoattn.clients.calls, evoattn.clients.patching, evoattn.clients.releases, torch
-evoattn.clients.calls._FEW_SCORES_ON_CPU = 0
+evoattn.clients.calls.few_on_cpu = lambda _: 0
 from evoattn.clients.releases import sources
 evoattn.clients.__path__.append({folder!r})
 evoattn.clients.patching.NAMES = ("toy",)

@@ -184,7 +184,7 @@ def test_few_scores_on_a_gpu_are_left_to_the_client(monkeypatch: pytest.MonkeyPa
     forward = additive(lambda *args: "theirs", count)
 
     def outcome(length: int, *, rows: int = 3, on_gpu: bool = True) -> Any:
-        q = types.SimpleNamespace(is_cuda=on_gpu, shape=torch.Size((rows, 2, length, 4)))
+        q = types.SimpleNamespace(is_cpu=not on_gpu, is_cuda=on_gpu, shape=torch.Size((rows, 2, length, 4)))
         return forward(q, torch.zeros(rows, 2, 5, 4), None, [])
 
     assert [outcome(7), outcome(8), outcome(7, on_gpu=False)] == ["theirs", "ours", "ours"]

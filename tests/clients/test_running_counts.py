@@ -273,8 +273,9 @@ def test_run_counts_calls_of_esmfold(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "program.py").write_text(
         textwrap.dedent("""
-        import torch
+        import evoattn.clients.calls, torch
         from transformers.models.esm.modeling_esmfold import EsmFoldAttention
+        evoattn.clients.calls.few_on_cpu = lambda x: 0
         torch.manual_seed(0)
         EsmFoldAttention(16, 16, 16, 4, 2)(torch.randn(1, 3, 5, 16), torch.randn(1, 3, 5, 16), [torch.randn(1, 3, 1, 1, 5)])
         """)

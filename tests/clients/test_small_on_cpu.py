@@ -8,33 +8,37 @@ from torch import Tensor, nn
 
 from evoattn.clients import calls, layers, site
 from evoattn.clients.calls import FEW_ON_CPU, additive
+from evoattn.clients.layers import TRANSITION_ON_CPU
 from evoattn.clients.openfold3 import _additive
 from evoattn.clients.protenix import _single
 from evoattn.clients.site import Count, repeated
 from evoattn.core import attempts
-from evoattn.nn import AttentionPairBias
+from evoattn.nn import AttentionPairBias, Transition
 from evoattn.nn.submodules import has_hooks_inside
 from tests.clients.standins import CHANNELS, edges, filled, normal, pair_blocks
 from tests.clients.standins.pair_blocks import Pairs
 
-ROWS, HEADS, LENGTH = 3, 2, 7
-SCORES = ROWS * HEADS * LENGTH * LENGTH
+HEADS, LENGTH = 4, 7
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, residues: int) -> None:
+    monkeypatch.setattr(calls, "few_on_cpu", lambda _: residues)
 
 
 @pytest.mark.parametrize("replace", [additive, _additive, _single])
 def test_an_attention_of_few_scores_is_left_to_the_client(replace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not while a graph is recorded."""
-    q, bias, count = normal(ROWS, HEADS, LENGTH, 4), normal(1, HEADS, LENGTH, LENGTH), Count()
+    q, bias, count = normal(LENGTH, HEADS, LENGTH, 4), normal(1, HEADS, LENGTH, LENGTH), Count()
     forward = replace(lambda *_: torch.zeros(()), count)
 
     def is_left() -> bool:
         return not forward(q, q, q, bias if replace is _single else [bias]).ndim
 
-    monkeypatch.setattr(calls, "_FEW_SCORES_ON_CPU", SCORES + 1)
+    limit(monkeypatch, LENGTH + 1)
     assert is_left()
     with repeated():
         assert not is_left()
-    monkeypatch.setattr(calls, "_FEW_SCORES_ON_CPU", SCORES)
+    limit(monkeypatch, LENGTH)
     assert not is_left()
     assert (count.replaced, dict(count.passed_on)) == (2, {FEW_ON_CPU: 1})
 
@@ -44,19 +48,19 @@ def test_a_block_of_few_entries_is_left_to_the_client(monkeypatch: pytest.Monkey
     pair_blocks.stand_in(monkeypatch)
     block, z, mask, count = filled(Pairs()).eval(), normal(1, LENGTH, LENGTH, CHANNELS), edges(1), Count()
     forward, swaps = layers.layer(Pairs.forward, count), layers._swaps
-    monkeypatch.setattr(calls, "_FEW_ENTRIES_ON_CPU", LENGTH * LENGTH + 1)
+    limit(monkeypatch, LENGTH + 1)
     for gradients in (False, True):
         with torch.set_grad_enabled(gradients):
             assert torch.equal(forward(block, z, mask), block(z, mask))
     assert block not in swaps and (count.replaced, dict(count.passed_on)) == (0, {FEW_ON_CPU: 2})
-    monkeypatch.setattr(calls, "_FEW_ENTRIES_ON_CPU", LENGTH * LENGTH)
+    limit(monkeypatch, LENGTH)
     torch.testing.assert_close(forward(block, z, mask), block(z, mask))
     assert count.replaced == 1
 
 
 def test_a_call_that_asks_for_a_kernel_is_never_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client's kernels may fail on a CPU."""
-    monkeypatch.setattr(calls, "_FEW_ENTRIES_ON_CPU", 2)
+    limit(monkeypatch, 2)
     monkeypatch.setattr(layers, "_current", lambda *_: (None, "ours"))
 
     def original(self: Any, z: Tensor, use_lma: bool = False, triangle_attention: str = "torch") -> None:
@@ -73,7 +77,7 @@ def test_a_call_that_asks_for_a_kernel_is_never_left_to_the_client(monkeypatch: 
 
 def test_entries_are_those_of_the_largest_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     s, z, mask = torch.ones(1, LENGTH, 5), torch.ones(1, LENGTH, LENGTH, 2), torch.ones(1, LENGTH, LENGTH)
-    monkeypatch.setattr(calls, "_FEW_ENTRIES_ON_CPU", LENGTH * LENGTH)
+    limit(monkeypatch, LENGTH)
     assert calls.has_few_entries_on_cpu((None, s, "x", mask)) and not calls.has_few_entries_on_cpu((s, z, mask))
     assert not calls.has_few_entries_on_cpu(()) and not calls.has_few_entries_on_cpu((s.to("meta"),))
     with repeated():
@@ -82,24 +86,45 @@ def test_entries_are_those_of_the_largest_argument(monkeypatch: pytest.MonkeyPat
 
 def test_an_attention_with_pair_bias_of_few_scores_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pair representation has more entries than itself."""
-    a, z = normal(2, LENGTH, 8), normal(2, LENGTH, LENGTH, 4)
+    a, z = normal(LENGTH, LENGTH, 8), normal(LENGTH, LENGTH, LENGTH, 4)
     swap: Any = type("Swap", (), {"layer": AttentionPairBias(8, 4, 4, HEADS)})
-    monkeypatch.setattr(calls, "_FEW_SCORES_ON_CPU", 2 * LENGTH * LENGTH * HEADS + 1)
+    limit(monkeypatch, LENGTH + 1)
     assert layers.slower_on_cpu(swap, (a, None, z)) == FEW_ON_CPU
-    monkeypatch.setattr(calls, "_FEW_SCORES_ON_CPU", 2 * LENGTH * LENGTH * HEADS)
-    assert not layers.slower_on_cpu(swap, (a, None, z))
     swap.layer = nn.Identity()
-    monkeypatch.undo()
+    assert not layers.slower_on_cpu(swap, (a, None, z))
+    swap.layer = AttentionPairBias(8, 4, 4, HEADS)
+    limit(monkeypatch, LENGTH)
     assert not layers.slower_on_cpu(swap, (a, None, z))
 
 
-def test_the_limits_are_those_of_144_residues(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With four heads. The tests of this folder have none."""
+def test_a_transition_of_any_size_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    swap: Any = type("Swap", (), {"layer": Transition(8)})
+    limit(monkeypatch, 1)
+    for x, left in ((torch.empty(1).expand(1 << 40, 8), True), (torch.empty(8, device="meta"), False)):
+        assert layers.slower_on_cpu(swap, (x,)) == (TRANSITION_ON_CPU if left else "")
+    with repeated():
+        assert not layers.slower_on_cpu(swap, (torch.ones(8),))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trains", "residues"),
+    [
+        (torch.bfloat16, False, 144),
+        (torch.bfloat16, True, 192),
+        (torch.float32, False, 288),
+        (torch.float32, True, 288),
+    ],
+)
+def test_the_limits(dtype: torch.dtype, trains: bool, residues: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other tests of this folder have none. Autocast counts."""
     monkeypatch.undo()
-    assert calls.has_few_entries_on_cpu((torch.empty(1, 1).expand(143 * 143, 1),))
-    assert not calls.has_few_entries_on_cpu((torch.empty(1, 1).expand(144 * 144, 1),))
-    assert calls.faster_as_installed(torch.empty(1), 9, 9, 4 * 144**3 - 1) == FEW_ON_CPU
-    assert not calls.faster_as_installed(torch.empty(1), 9, 9, 4 * 144**3)
+    for kind, autocasts in ((dtype, False), (torch.float32, dtype != torch.float32)):
+        with torch.set_grad_enabled(trains), torch.autocast("cpu", dtype, enabled=autocasts):
+            for few in (True, False):
+                pairs = torch.empty(1, 1, dtype=kind).expand(residues**2 - few, 1)
+                assert calls.has_few_entries_on_cpu((pairs,)) is few
+                reason = calls.faster_as_installed(pairs, 9, 9, 4 * residues**3 - few)
+                assert reason == (FEW_ON_CPU if few else "")
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from evoattn.clients.site import PassedOn, Replace, is_repeated, replacement
 from evoattn.compat import cuequivariance
 from evoattn.compat.openfold import attention
 from evoattn.dispatch.axes import narrow_expanded
+from evoattn.dispatch.checks import compute_dtype
 
 _SHORT, _FEW_SCORES = 288, 100_000_000
 """An attention of fewer queries and keys, and with fewer scores in all, is left to the client, unless a CUDA graph replays it.
@@ -31,29 +32,38 @@ and 18.5 ms at 256.
 
 HOST_BOUND = "float32 with few scores, where the client's own attention takes less of the host"
 
-_FEW_SCORES_ON_CPU, _FEW_ENTRIES_ON_CPU = 4 * 144**3, 144**2
-"""An attention of fewer scores, in all, is left to the client on a CPU, and a layer or block of fewer entries.
-
-These are the entries of a pair representation of 144 residues, and the scores of a triangle attention with four heads.
-Processor time as installed and with evoattn, ms on one core of an EPYC (Zen 5), layers of Boltz-2 of 128 channels:
-
-| residues, dtype | triangle attention | pairformer block | attention with pair bias of tokens |
-|---|---|---|---|
-| 20, bfloat16 | 1.8, 2.0 | 10.5, 12.8 | 2.9, 4.8 |
-| 76, bfloat16 | 20.2, 20.7 | 97, 114 | 5.0, 6.5 |
-| 76, float32 | 24.8, 30.7 | 178, 184 | 7.1, 9.0 |
-| 120, bfloat16 | 62.6, 55.9 | 276, 282 | 7.5, 10.9 |
-| 128, float32 | 127, 128 | 587, 587 | 11.7, 13.8 |
-| 152, bfloat16 | 174, 101 | 561, 438 | 8.6, 11.9 |
-| 304, bfloat16 | | | 21.4, 32.3 |
-"""
-
 FEW_ON_CPU = "few residues on a CPU, where the client's own code is as fast"
 
 
+def few_on_cpu(x: Tensor) -> int:
+    """The residues below which layers and attentions of x are left to the client on a CPU.
+
+    Processor time as installed and with evoattn, ms on one core of an EPYC (Zen 5), layers of Boltz-2 of 128 channels:
+
+    | residues, dtype | triangle attention | pairformer block | attention with pair bias of tokens |
+    |---|---|---|---|
+    | 20, bfloat16 | 1.8, 2.0 | 10.5, 12.8 | 2.9, 4.8 |
+    | 76, bfloat16 | 20.2, 20.7 | 97, 114 | 5.0, 6.5 |
+    | 120, bfloat16 | 62.6, 55.9 | 276, 282 | 7.5, 10.9 |
+    | 152, bfloat16 | 174, 101 | 561, 438 | 8.6, 11.9 |
+    | 304, bfloat16 | | | 21.4, 32.3 |
+    | 152, bfloat16, training | 271, 287 | 1,299, 1,493 | |
+    | 220, bfloat16, training | 949, 804 | | |
+    | 152, float32 | 179, 207 | 921, 1,065 | |
+    | 256, float32 | 887, 923 | | |
+    | 304, float32 | 1,361, 1,346 | | |
+    """
+    if compute_dtype(x).itemsize > 2:
+        return 288
+    return 192 if torch.is_grad_enabled() else 144
+
+
 def is_small_on_cpu(x: Tensor, scores: int) -> bool:
-    """Return whether a client computes an attention of x with so many scores in all as fast, on a CPU."""
-    return scores < _FEW_SCORES_ON_CPU and x.is_cpu and not is_repeated()
+    """Return whether a client computes an attention of x with so many scores in all as fast, on a CPU.
+
+    A triangle attention of L residues and four heads has 4 L^3 scores.
+    """
+    return x.is_cpu and scores < 4 * few_on_cpu(x) ** 3 and not is_repeated()
 
 
 def has_few_entries_on_cpu(arguments: Iterable[Any]) -> bool:
@@ -62,7 +72,8 @@ def has_few_entries_on_cpu(arguments: Iterable[Any]) -> bool:
     first = next(tensors, None)
     if first is None or not first.is_cpu or is_repeated():
         return False
-    return all(x.shape[:-1].numel() < _FEW_ENTRIES_ON_CPU for x in (first, *tensors))
+    few = few_on_cpu(first) ** 2
+    return all(x.shape[:-1].numel() < few for x in (first, *tensors))
 
 
 def faster_as_installed(x: Tensor, queries: int, keys: int, scores: int) -> str:

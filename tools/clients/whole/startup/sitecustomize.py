@@ -8,4 +8,4 @@ import os
 if "EVOATTN_RUN" in os.environ:
     from evoattn.clients import calls
 
-    calls._FEW_SCORES_ON_CPU = calls._FEW_ENTRIES_ON_CPU = 0
+    calls.few_on_cpu = lambda x: 0

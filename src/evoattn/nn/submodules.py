@@ -168,7 +168,7 @@ def has_hooks(module: nn.Module) -> bool:
 def has_hooks_inside(module: nn.Module) -> bool:
     """Return whether hooks run when a module, or one inside it, is called.
 
-    `nn.Module.modules` takes four times as long to find them: 67 us for the 59 modules of a pairformer block.
+    `nn.Module.modules` takes twice as long to find them: 40 us, not 20, for the 59 modules of a pairformer block.
     """
     modules, seen = [module], {id(module)}
     for each in modules:

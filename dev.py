@@ -137,9 +137,13 @@ def compare_clients(names: list[str], whole: bool = False) -> None:
 
 
 def run(command: list[str], folder: pathlib.Path = ROOT) -> None:
-    """Run one command; end with its status if it fails, and with 130 on Ctrl-C, once it has ended in its own way."""
+    """Run one command; end with its status if it fails, and with 130 on Ctrl-C, once it has ended in its own way.
+
+    It keeps compiled Python modules: the tests start a hundred processes, each of which would compile ours anew.
+    """
     interrupted = False
-    with subprocess.Popen(command, cwd=folder) as process:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    with subprocess.Popen(command, cwd=folder, env=environment) as process:
         while process.returncode is None:
             try:
                 process.wait()

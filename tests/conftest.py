@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pathlib
 import zlib
 from collections.abc import Iterator
 
@@ -36,6 +37,20 @@ def pytest_configure() -> None:
         threads = max(1, (os.cpu_count() or 1) // workers)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of processes that tests start
         torch.set_num_threads(threads)
+
+
+class _WithoutGPU(pytest.Module):
+    """A file whose tests need a GPU. It is not imported, since its thousands of tests would take seconds to collect."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        pytest.skip("no GPU that torch can use; the other files of the folder have tests of a CPU", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: pathlib.Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Skip files of a GPU where torch can use none."""
+    if not module_path.name.endswith("_gpu.py") or torch.cuda.is_available():
+        return None
+    return _WithoutGPU.from_parent(parent, path=module_path)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

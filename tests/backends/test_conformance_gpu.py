@@ -20,12 +20,7 @@ from tests.helpers.operators import Operators
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no GPU that torch can use; tests/backends/triton covers the kernels on a CPU"
-    ),
-]
+pytestmark = pytest.mark.gpu
 
 BACKENDS = ("triton", "tiled", "reference")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}

@@ -22,11 +22,7 @@ BACKENDS = [
 ]
 ON_HOPPER = pytest.mark.skipif(not STATUS["hopper"].available, reason=STATUS["hopper"].reason or "available")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use"),
-    pytest.mark.usefixtures("poisoned"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 BASE = Gated("base", n=5, h=2, lq=130, lk=100, d=32, c=32, dtype=torch.bfloat16, pair_bias=torch.bfloat16)
 

@@ -14,10 +14,7 @@ from evoattn.bench.clock import CudaClock
 from evoattn.bench.memory import peak_bytes
 from evoattn.core import tuned_tiles
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use; the other tests here run on a CPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def test_the_clock_tells_the_device_and_the_host_apart() -> None:

@@ -24,7 +24,11 @@ print(all(name in sys.modules for name in loading.MODULES), "triton" in sys.modu
 
 @pytest.mark.parametrize(
     ("kept", "driver", "imported"),
-    [(True, "'570.1'", "True True True"), (False, "'570.1'", "True True False"), (True, "None", "False False False")],
+    [
+        (True, "'570.1'", "True True True"),
+        pytest.param(False, "'570.1'", "True True False", marks=pytest.mark.slow),
+        (True, "None", "False False False"),
+    ],
 )
 def test_compilers_are_imported_on_a_machine_with_a_gpu(kept: bool, driver: str, imported: str, tmp_path: pathlib.Path) -> None:
     """CuTe DSL where some of its kernels are kept."""

@@ -19,12 +19,7 @@ from tests.helpers import seams
 
 STATUS = {status.name: status for status in evoattn.backends()}
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no GPU that torch can use; tests/dispatch/test_faults.py has the CPU's"
-    ),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(params=["triton", "hopper"])

@@ -11,12 +11,7 @@ from evoattn import testing
 from evoattn.compat.openfold import attention
 from evoattn.empty_rows import means
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no GPU that torch can use; tests/backends/triton covers the kernels on a CPU"
-    ),
-]
+pytestmark = pytest.mark.gpu
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 

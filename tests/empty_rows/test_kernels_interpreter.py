@@ -240,7 +240,7 @@ else:
         o, *_ = compare(calls, DS4Sci_EvoformerAttention, Q, K, V, biases)
         assert o.is_contiguous()
 
-    @pytest.mark.parametrize("layout", ["bnhld", "bnlhd"])
+    @pytest.mark.parametrize("layout", [pytest.param("bnhld", marks=pytest.mark.slow), "bnlhd"])
     def test_gated(calls: list[int], layout: str) -> None:
         """The means are gated too, and the gate has its gradient in their rows; its strides are its own."""
         q, k, v, (mask, pair) = make("some", c=8)

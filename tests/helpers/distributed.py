@@ -1,6 +1,5 @@
 """Functions that run in several processes at once, joined by gloo: for DTensors and for layers that are split."""
 
-import multiprocessing
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
-__all__ = ["results", "start"]
+from tests.helpers.processes import METHOD, server
 
-METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-IMPORTED = ["evoattn.nn", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor"]
-"""Modules that are imported once, for all processes that a test process starts."""
+__all__ = ["results", "start"]
 
 
 def start(work: Callable[..., object], folder: pathlib.Path, *arguments: object, processes: int = 4) -> ProcessContext:
@@ -25,7 +22,7 @@ def start(work: Callable[..., object], folder: pathlib.Path, *arguments: object,
         arguments: those of `work`.
         processes: their number.
     """
-    multiprocessing.set_forkserver_preload(IMPORTED)
+    server()
     to_join = (work, str(folder), processes, arguments)
     return start_processes(_join, to_join, nprocs=processes, join=False, start_method=METHOD)  # type: ignore[no-any-return]
 

@@ -6,10 +6,11 @@ Triton reads TRITON_INTERPRET when a kernel is defined, so such tests need a pro
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import tempfile
 
 import pytest
+
+from tests.helpers.processes import server
 
 __all__ = ["INTERPRETED", "PARTS", "run"]
 
@@ -22,6 +23,19 @@ PARTS = [pytest.param("not slow", id="quick"), pytest.param("slow", marks=pytest
 
 def run(file: str, part: str) -> None:
     """Run the tests of a file that have these marks; what fails there fails here."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", part, "-p", "no:cacheprovider", "-p", "no:xdist", file]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    arguments = ["-q", "-x", "-m", part, "-p", "no:cacheprovider", "-p", "no:xdist", file]
+    with tempfile.NamedTemporaryFile("r+") as printed:
+        process = server().Process(target=_interpret, args=(arguments, printed.name, {**os.environ, "TRITON_INTERPRET": "1"}))
+        process.start()
+        process.join()
+        assert process.exitcode == 0, printed.read()[-8000:]
+
+
+def _interpret(arguments: list[str], printed: str, environment: dict[str, str]) -> None:
+    """Call pytest, which prints to a file."""
+    os.environ.clear()
+    os.environ.update(environment)
+    file = os.open(printed, os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    raise SystemExit(int(pytest.main(arguments)))

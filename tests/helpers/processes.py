@@ -1,5 +1,6 @@
 """Forked processes for tests whose programs need torch: an import of it takes a second."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -9,7 +10,19 @@ from typing import Any
 
 import torch
 
-__all__ = ["forked"]
+__all__ = ["METHOD", "forked", "server"]
+
+METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+"""How processes start that may have imported less than the process of the tests."""
+
+IMPORTED = ["evoattn.nn", "hypothesis", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor"]
+"""Modules that are imported once, for all such processes of a test process. None of them imports Triton."""
+
+
+def server() -> Any:
+    """The context of such processes."""
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    return multiprocessing.get_context(METHOD)
 
 
 def forked(work: Callable[[], object], **options: Any) -> subprocess.Popen[str]:

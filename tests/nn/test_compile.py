@@ -267,7 +267,7 @@ def train(call: nn.Module, row: Row, length: int = SHORT) -> list[Tensor]:
     return [x for x in outcome(call, inputs, *others) if x.dtype == torch.float32]
 
 
-@each(slow=of_names("OpenFold-3's block, dropout", "Protenix' block, dropout"))
+@each(slow=lambda row: row.large and row.name not in ("Boltz' block", "PairBlock", "PairformerBlock"))
 def test_inference_is_one_graph(row: Row) -> None:
     call = row.make()
     compiled = torch.compile(call, backend="eager", fullgraph=True)
@@ -317,7 +317,7 @@ def exported(row: Row, call: nn.Module, *, strict: bool) -> Any:
 
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
-@each(slow=lambda row: row.large)
+@each(slow=lambda row: row.large or not (SOME(row) or row.name in ("MSA rows", "triangle_multiplication", "templates")))
 def test_an_exported_program_takes_other_lengths(row: Row, strict: bool) -> None:
     if row.replaced and not strict:
         pytest.skip("torch gives each module a class of its own then, so a replaced block runs the client's own forward")

@@ -13,10 +13,7 @@ from evoattn.nn import diffusion_steps, sampling
 from tests.nn.transformers import transformer
 from tests.pair.products import error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use; the interpreter has the kernels"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def on_gpu(seed: int = 1, c_a: int = 96, c_s: int = 64, no_blocks: int = 3, threefold: bool = False) -> Any:

@@ -17,11 +17,7 @@ from tests.nn.layer_cases import EACH, step, truth, worst
 
 DEVICE = "cuda"
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use; test_layers.py has the CPU's"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 
 def there(case: Dense, dtype: torch.dtype) -> tuple[nn.Module, list[Tensor], Tensor]:

@@ -40,7 +40,9 @@ def of_a_multiplication(arch: str, *, outgoing: bool) -> list[Any]:
     return kernels
 
 
-@pytest.mark.parametrize("outgoing", [True, False], ids=["outgoing", "incoming"])
+@pytest.mark.parametrize(
+    "outgoing", [pytest.param(True, id="outgoing", marks=pytest.mark.slow), pytest.param(False, id="incoming")]
+)
 def test_a_multiplication_on_an_h100(outgoing: bool) -> None:
     for kernel in of_a_multiplication("sm_90", outgoing=outgoing):
         resources = report(kernel)

@@ -19,10 +19,7 @@ from evoattn.pair.values import MultiplicationOptions, TransitionOptions
 from evoattn.testing import relative_error
 from tests.pair import problems, transitions
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use; the interpreter has the kernels"),
-]
+pytestmark = pytest.mark.gpu
 
 _SPLIT = 2.0**-22
 """What a product of float16 may lose where float32 loses less: see `products.is_close`. Products in a row add up as squares."""

@@ -53,17 +53,17 @@ else:
         return type(parameters)(*[None if x is None else x.double() for x in parameters])
 
     # channels, hidden channels, length: sizes below, at and above those of tiles
-    SIZES = ((16, 24, 5), (32, 16, 16), (24, 40, 19), (16, 16, 1), (16, 16, 70))
+    SIZES = ((16, 24, 5), (32, 16, 16), (24, 40, 19), (16, 16, 1))
+    ALL_SIZES = (*((sizes, outgoing) for sizes in SIZES for outgoing in (True, False)), ((16, 16, 70), False))
 
-    @pytest.mark.parametrize("outgoing", [True, False], ids=["outgoing", "incoming"])
-    @pytest.mark.parametrize("sizes", SIZES, ids=str)
+    @pytest.mark.parametrize(("sizes", "outgoing"), ALL_SIZES, ids=str)
     def test_multiplications_are_no_further_from_float64_than_float32(
         sizes: tuple[int, int, int], outgoing: bool, launches: list[Any]
     ) -> None:
         """Half of the cases have a mask, biases, weights of the norms and the residual."""
         channels, hidden, length = sizes
         parameters = frozen(problems.weights(channels, hidden, bias=outgoing, dtype=torch.float32))
-        z, mask, _ = problems.inputs((2,), length, channels, torch.float32)
+        z, mask, _ = problems.inputs((2 if length < 70 else 1,), length, channels, torch.float32)
         given = (z.detach(), mask if outgoing else None, parameters, MultiplicationOptions(outgoing, 1e-5, residual=outgoing))
         y = problems.call(*given)
         right = multiplication.reference(given[0].double(), given[1], doubles(parameters), given[3])

@@ -11,10 +11,7 @@ from evoattn.pair.values import MultiplicationOptions as Options
 from evoattn.testing import relative_error
 from tests.pair.problems import call, differentiated, inputs, truth, weights
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use; the interpreter has the kernels"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("outgoing", [True, False])

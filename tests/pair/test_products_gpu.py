@@ -11,10 +11,7 @@ from evoattn.pair import linear
 from evoattn.pair.products import steps
 from tests.pair.products import KINDS, draw, is_close
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use; the interpreter has the kernels"),
-]
+pytestmark = pytest.mark.gpu
 
 SIZES = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 129, 152, 200, 256, 273, 397, 511, 684, 768, 1000)
 

@@ -14,10 +14,7 @@ from evoattn.testing import relative_error
 from tests.pair.problems import differentiated
 from tests.pair.transitions import call, inputs, is_close, truth, weights
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use; the interpreter has the kernels"),
-]
+pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

@@ -77,14 +77,14 @@ else:
         return pytest.param(*values, marks=[pytest.mark.slow] if condition else [])
 
     def is_slow(i: int, case: testing.Case) -> bool:
-        return case.name in LONG or i % (6 if case.gate else 2) != 0
+        return case.name in LONG or i % (12 if case.gate else 4) != 0
 
     SOME = [slow_if(is_slow(i, case), case) for i, case in enumerate(AWKWARD)]
 
     @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
     def test_gradients_of_awkward_case_agree_with_float64(case: testing.Case) -> None:
-        """Every second one with sums in a fixed order; broadcast biases have both below."""
-        check(case.make(seed=1), deterministic=AWKWARD.index(case) // 2 % 2 == 1)
+        """Every second one of the quick and of all with sums in a fixed order; broadcast biases have both below."""
+        check(case.make(seed=1), deterministic=AWKWARD.index(case) // 4 % 2 == 1)
 
     @pytest.mark.parametrize(
         "name", [slow_if(name in LONG, name) for name in ("few_of_all", "few_column", "few_backward", "few_one_query")]
@@ -129,10 +129,10 @@ else:
 
     @pytest.mark.parametrize("heads_at_once", [slow_if(True, 1), 2])
     def test_heads_in_turns(heads_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As many heads as the cache has room for; each of two b and six heads has its programs."""
+        """As many heads as the cache has room for; each of two b and four heads has its programs."""
         use(monkeypatch, ALL_TILES["two_rows_together"])
         monkeypatch.setattr(backward_launches, "_heads_at_once", lambda *_: heads_at_once)
-        case = testing.Case("turns", lead=(2,), n=3, h=6, lq=20, lk=18, d=8, mask="random", pair_bias="b1hqk")
+        case = testing.Case("turns", lead=(2,), n=2, h=4, lq=17, lk=18, d=8, mask="random", pair_bias="b1hqk")
         check(case.make(seed=4))
 
     LOW = [case for case in AWKWARD if case.lq <= 50 and case.d <= 32 and not case.name.startswith("only_")]
@@ -160,7 +160,7 @@ else:
 
     SHAPES = ("111qk", "b11qk", "11hqk", "b1h1k", "b1hq1", "b1h11", "11111")
     QUICK_SHAPES = {
-        "default": ("b11qk", "b1h1k"),
+        "default": ("b1h1k",),
         "deterministic": ("11hqk",),
         "added_up_by_torch": ("11111",),
     }
@@ -194,7 +194,7 @@ else:
         testing.check(results, inputs)
 
     DISTANT = list(itertools.product(("b1hqk", "b1hq1"), (1, 3), (False, True)))
-    QUICK_DISTANT = (("b1hqk", 1, False), ("b1hqk", 3, True), ("b1hq1", 3, False))
+    QUICK_DISTANT = (("b1hqk", 1, False), ("b1hq1", 3, True))
 
     @pytest.mark.parametrize(
         ("pair_bias", "n", "deterministic"), [slow_if(each not in QUICK_DISTANT, *each) for each in DISTANT]
@@ -249,7 +249,7 @@ else:
 
     @pytest.mark.parametrize(
         ("shape", "deterministic"),
-        [slow_if((shape == (2, 1)) != turn, shape, turn) for shape in ((1, 1), (1, 3), (2, 1)) for turn in (False, True)],
+        [slow_if((shape, turn) != ((2, 1), True), shape, turn) for shape in ((1, 1), (1, 3), (2, 1)) for turn in (False, True)],
     )
     def test_gradients_of_broadcast_mask_bias_agree_with_float64(shape: tuple[int, int], deterministic: bool) -> None:
         inputs = testing.Case("rows", lead=(2,), n=3, mask="random", mask_bias="finite", pair_bias="b1hqk").make(seed=5)
@@ -264,10 +264,13 @@ else:
             case = testing.Case("one", n=1, lq=33, lk=70, d=24, mask=mask, pair_bias="b1hqk")  # type: ignore[arg-type]
             check(case.make(seed=6), deterministic=deterministic)
 
+    NEEDS = ((0, 1, 1, 0, 0), (0, 0, 0, 1, 0), (0, 1, 0, 0, 1), (0, 0, 0, 0, 1), (1, 0, 0, 1, 0))
+
     @pytest.mark.parametrize(
-        "needs", [(0, 1, 1, 0, 0), (0, 0, 0, 1, 0), (0, 1, 0, 0, 1), (0, 0, 0, 0, 1), (1, 0, 0, 1, 0)], ids=str
+        ("needs", "deterministic"),
+        [slow_if(turn != (needs == NEEDS[2]), needs, turn) for needs in NEEDS for turn in (False, True)],
+        ids=str,
     )
-    @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
     def test_some_gradients(needs: tuple[int, ...], deterministic: bool) -> None:
         """Only what is asked for is computed, whichever kernels that leaves out."""
         names = ("q", "k", "v", "mask_bias", "pair_bias")
@@ -284,7 +287,7 @@ else:
     def test_nothing_outside_is_read_into_the_result(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
         """q, k, v, both biases and the cotangent are views of larger tensors that hold NaN all around."""
         use(monkeypatch, ALL_TILES["unequal"])
-        inputs = testing.Case("nan", n=5, lq=21, lk=37, d=12, dtype=dtype, mask_bias="finite", pair_bias="b1hqk").make(seed=8)
+        inputs = testing.Case("nan", n=3, h=1, lq=21, lk=37, d=12, dtype=dtype, mask_bias="finite", pair_bias="b1hqk").make(8)
 
         def surrounded(x: torch.Tensor) -> torch.Tensor:
             room = torch.full([size + 3 for size in x.shape], torch.nan, dtype=x.dtype)
@@ -295,7 +298,7 @@ else:
             check(dataclasses.replace(inputs, **views), deterministic=deterministic)
 
     def test_two_runs_are_equal() -> None:
-        case = testing.Case("twice", lead=(2,), n=3, lq=20, lk=20, mask="random", mask_bias="finite", pair_bias="11hqk")
+        case = testing.Case("twice", lead=(2,), n=2, h=1, lq=20, lk=20, mask="random", mask_bias="finite", pair_bias="11hqk")
         inputs = case.make(seed=9)
         first, second = (testing.run(inputs, "triton", deterministic=True).values for _ in range(2))
         assert all(torch.equal(first[name], second[name]) for name in first)

@@ -58,7 +58,10 @@ else:
     LONG = ("few_without_bias", "gate_few_column", "few_column", "few_queries_few_values")
     """Names of what takes seconds each."""
 
-    CASES = [pytest.param(case, marks=pytest.mark.slow) if case.name in LONG else case for case in testing.AWKWARD]
+    def slow_if(condition: bool, *values: object) -> Any:
+        return pytest.param(*values, marks=[pytest.mark.slow] if condition else [])
+
+    CASES = [slow_if(case.name in LONG or i % 2 == 1, case) for i, case in enumerate(testing.AWKWARD)]
 
     @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
     def test_forward_of_awkward_case_agrees_with_float64(case: testing.Case) -> None:
@@ -66,7 +69,7 @@ else:
 
     LOW = [case for case in testing.AWKWARD if case.lq <= 50 and case.d <= 32 and not case.name.startswith("only_")]
 
-    SOME = [case if i % 3 == 0 else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(LOW)]
+    SOME = [slow_if(case.name in LONG or i % 6 != 0, case) for i, case in enumerate(LOW)]
 
     @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
     def test_forward_in_low_precision_agrees_with_float64(case: testing.Case) -> None:
@@ -94,8 +97,9 @@ else:
 
     TILES = (Config(block_q=16, block_k=16), Config(block_q=32, block_k=16), Config(block_q=16, block_k=64))
 
-    @pytest.mark.parametrize("config", TILES, ids=Config.to_text)
-    @pytest.mark.parametrize("mask", ["random", "padding", "empty_rows", None])
+    ALL_TILES = list(itertools.product(("random", "padding", "empty_rows", None), TILES))
+
+    @pytest.mark.parametrize(("mask", "config"), [slow_if(i % 4 in (1, 2), *x) for i, x in enumerate(ALL_TILES)], ids=str)
     def test_forward_of_several_tiles_agrees_with_float64(mask: str | None, config: Config) -> None:
         """Several query blocks, several key tiles, a ragged last tile with and without a mask."""
         case = testing.Case(

@@ -13,10 +13,7 @@ from evoattn.core.problem import Problem
 from evoattn.core.sizes import power_of_two
 from tests.fuzz.conditioning import excess
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use; test_reachable.py compiles"),
-]
+pytestmark = pytest.mark.gpu
 
 MOST_SCORES = 1 << 24
 """Of the problem at the upper edge of its tiles; float64 needs 8 bytes for each, several times."""

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from evoattn.compile import beside, first_calls
+from evoattn.compile import beside
 from evoattn.compile.workers import Task
 
 
 @pytest.fixture(autouse=True)
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Why calls wait. There are four cores, and nothing was asked for yet."""
-    monkeypatch.delenv(first_calls.VARIABLE, raising=False)
+    """Why calls wait. There are six cores, and nothing was asked for yet."""
+    monkeypatch.delenv(beside.VARIABLE, raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     monkeypatch.setattr(beside, "_pool", beside._Pool())
@@ -94,11 +94,14 @@ def test_a_kernel_is_tried_once(task: Task, why: str, tmp_path: pathlib.Path, to
     assert other is not None and other.result(60).error is None
 
 
-@pytest.mark.parametrize(("variable", "cores", "why"), [("0", 4, "EVOATTN_COMPILERS is 0"), ("", 1, "no core to spare")])
+@pytest.mark.parametrize(
+    ("variable", "cores", "why"),
+    [("0", 4, "EVOATTN_COMPILERS is 0"), ("off", 4, "EVOATTN_COMPILERS is off"), ("", 1, "no core to spare")],
+)
 def test_without_workers_calls_wait(
     variable: str, cores: int, why: str, tmp_path: pathlib.Path, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(first_calls.VARIABLE, variable)
+    monkeypatch.setenv(beside.VARIABLE, variable)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert ask(tmp_path / "kernel") is None
     assert len(told) == 1 and why in told[0]
@@ -106,10 +109,10 @@ def test_without_workers_calls_wait(
 
 @pytest.mark.parametrize(
     ("variable", "cores", "workers"),
-    [("", 64, 16), ("", 16, 8), ("", 2, 1), ("2", 64, 2), ("12", 16, 12), ("40", 64, 16), ("no number", 16, 8)],
+    [("", 64, 16), ("", 16, 8), ("", 2, 1), ("2", 64, 2), ("12", 16, 12), ("40", 64, 16)],
 )
 def test_the_user_says_how_many(variable: str, cores: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(first_calls.VARIABLE, variable)
+    monkeypatch.setenv(beside.VARIABLE, variable)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert beside.most() == workers
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(cores // 2))

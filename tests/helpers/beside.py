@@ -4,12 +4,12 @@ import os
 
 import pytest
 
-from evoattn.compile import beside, first_calls
+from evoattn.compile import beside
 
 
 def no_workers_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel asked for, four cores, and workers that end soon."""
-    monkeypatch.delenv(first_calls.VARIABLE, raising=False)
+    monkeypatch.delenv(beside.VARIABLE, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     monkeypatch.setattr(beside, "_pool", beside._Pool())
     monkeypatch.setattr(beside, "IDLE_S", 0.1)

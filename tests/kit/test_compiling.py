@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from evoattn.backends import triton as backend
 from evoattn.cli.warm.cards import cards_of
-from evoattn.compile import beside, cache, first_calls
+from evoattn.compile import beside, cache
 from evoattn.core import attempts, devices
 from evoattn.core.config import Config
 from evoattn.core.inputs import Inputs, Outputs
@@ -153,7 +153,7 @@ def test_a_kernel_that_is_being_compiled_is_not_asked_for_again(monkeypatch: pyt
 
 
 def test_a_process_without_workers_compiles_and_says_why(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(first_calls.VARIABLE, "0")
+    monkeypatch.setenv(beside.VARIABLE, "0")
     with pytest.warns(UserWarning, match=r"calls wait .* EVOATTN_COMPILERS is 0"):
         assert attempted(normalise) == []
     assert launched == ["norm_kernel"]

@@ -36,7 +36,7 @@ COMPILERS = {name: f"evoattn.backends.{name}.ahead" for name in ("hopper", "trit
 
 Its function `needed(make)` lists the kernels of a plan as `Needed`, and launches nothing. `make` makes the plan, for the card
 of `devices.planned_for`, and the arguments that it would be run with, on the device "meta". `evoattn warm` runs the tasks. The
-helpers of `compile.first_calls` import the module before they have a kernel.
+helpers of `compile.beside` import the module before they have a kernel.
 """
 
 

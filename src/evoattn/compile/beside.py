@@ -1,7 +1,12 @@
-"""Workers that compile kernels beside a program, which goes on without them (`core.attempts`).
+"""Workers that compile kernels beside a program.
 
-A kernel is tried once. If it is not kept after that, because its worker died or failed, its caller compiles it and waits. So
-does a process that may have no workers. `listeners` are told why.
+A program that does not wait goes on without the kernels (`core.attempts`). A kernel is tried once. If it is not kept after
+that, because its worker died or failed, its caller compiles it and waits. So does a process that may have no workers.
+`listeners` are told why.
+
+A program that waits compiles in the order of its launches, and workers help it: they begin with the last. Each kernel has a
+file, and a lock that its compiler holds (`compile.cache`). So each is compiled once: whoever finds it locked leaves it, or
+waits for the file.
 """
 
 from __future__ import annotations
@@ -11,19 +16,29 @@ import os
 import queue
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 
-from evoattn.compile.first_calls import VARIABLE, spare_cores
-from evoattn.compile.workers import Report, Task, Worker
+from evoattn.compile import cache
+from evoattn.compile.workers import Report, Task, Worker, cores
+
+VARIABLE = "EVOATTN_COMPILERS"
+"""The environment variable for the number of workers at most; 0 for none."""
 
 _MOST = 16
 """Workers at most. Each holds 400 MB of memory."""
 
+HELPERS = 4
+"""Helpers at most: of the seven kernels of `tri384` and its backward, three small ones take 15% of the time."""
+
+_ENOUGH = 3
+"""With so many cores to spare there are helpers though nobody asks: each takes seconds of a core to start."""
+
 _POLITE = Task("os:nice", (10,))
 """The first task of a worker: the program itself comes first on every core."""
 
-IDLE_S = 20.0
+IDLE_S = 60.0
 """Seconds after which a worker without kernels ends."""
 
 listeners: list[Callable[[str], None]] = []
@@ -37,6 +52,7 @@ class _Pool:
         self._lock = threading.Lock()
         self._tasks: queue.SimpleQueue[tuple[Task, Future[Report]]] = queue.SimpleQueue()
         self._asked: dict[str, Future[Report]] = {}
+        self._unfinished: list[Future[Report]] = []
         self._threads = 0
 
     def find(self, key: str) -> Future[Report] | None:
@@ -44,16 +60,24 @@ class _Pool:
 
     def submit(self, key: str, task: Task) -> Future[Report]:
         """Have a worker run a task, unless one of this key was submitted before."""
+        if (found := self._asked.get(key)) is None:
+            with self._lock:
+                found = self._asked[key] = self._asked.get(key) or self._begin(task, most())
+        return found
+
+    def help_with(self, tasks: Sequence[Task], workers: int) -> None:
+        """Have so many workers run tasks, of which nobody hears."""
         with self._lock:
-            if key in self._asked:
-                return self._asked[key]
-            future: Future[Report] = Future()
-            self._asked[key] = future
-            self._tasks.put((task, future))
-            unfinished = sum(not x.done() for x in self._asked.values())
-            if self._threads < min(most(), unfinished):
-                self._threads += 1
-                threading.Thread(target=self._work, name="evoattn-compiler", daemon=True).start()
+            for task in tasks:
+                self._begin(task, workers)
+
+    def _begin(self, task: Task, workers: int) -> Future[Report]:
+        future: Future[Report] = Future()
+        self._tasks.put((task, future))
+        self._unfinished = [x for x in self._unfinished if not x.done()] + [future]
+        if self._threads < min(workers, len(self._unfinished)):
+            self._threads += 1
+            threading.Thread(target=self._work, name="evoattn-compiler", daemon=True).start()
         return future
 
     def _work(self) -> None:
@@ -85,20 +109,56 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=forget)  # its threads are not there
 
 
+def _asked() -> int | None:
+    """The number of workers that the user wants at most, or None. What is no number means none of them."""
+    text = os.environ.get(VARIABLE)
+    return (int(text) if text.isdecimal() else 0) if text else None
+
+
+def spare_cores() -> int:
+    """Return how many cores this process leaves to compilers.
+
+    torchrun says how many processes share the cores. One of their cores is this process's own.
+    """
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return cores() // (int(processes) if processes.isdecimal() and int(processes) else 1) - 1
+
+
 def most() -> int:
     """Return how many workers a process may have: half of its cores, or as many as the user says, and one for each spare core.
 
     Cores are often two threads of one, so a worker on each would take half of the program's speed.
     """
-    spare, asked = spare_cores(), os.environ.get(VARIABLE, "")
-    return min(_MOST, spare, int(asked) if asked.isdecimal() else (spare + 1) // 2)
+    spare, asked = spare_cores(), _asked()
+    return min(_MOST, spare, (spare + 1) // 2 if asked is None else asked)
+
+
+def helpers() -> int:
+    """Return how many workers may help a call that compiles kernels itself. Without a user's word few cores are left to it."""
+    return 0 if _asked() is None and spare_cores() < _ENOUGH else max(0, min(HELPERS, most()))
+
+
+def start_helpers(module: str, folder: Path | None) -> None:
+    """Start helpers if a folder has no kernel, before it is known what is needed: they import the compiler's module."""
+    if (count := helpers()) and folder is not None and cache.takes_files(folder) and not any(folder.glob("[!.]*")):
+        _pool.help_with([Task(module)] * count, count)
+
+
+def help_with(tasks: Sequence[Task], folder: Path | None) -> None:
+    """Have helpers compile kernels into a folder, the last one first. The tasks are in the order of need.
+
+    A task returns at once if its kernel is kept or locked. One that fails is of no matter: the caller compiles the kernel, and
+    raises what that raises.
+    """
+    if len(tasks) > 1 and (count := helpers()) and folder is not None and cache.takes_files(folder):
+        _pool.help_with(tasks[::-1], min(count, len(tasks) - 1))
 
 
 def obstacle() -> str:
     """The reason why no kernel is compiled beside a program, or ""."""
     if most() > 0:
         return ""
-    return f"{VARIABLE} is {os.environ[VARIABLE]}" if os.environ.get(VARIABLE) == "0" else "there is no core to spare"
+    return f"{VARIABLE} is {os.environ[VARIABLE]}" if _asked() == 0 else "there is no core to spare"
 
 
 def compilation(key: str, task: Task, is_kept: Callable[[], bool]) -> Future[Report] | None:

@@ -19,8 +19,8 @@ from evoattn.core import attempts, devices
 from evoattn.core.config import Config
 from evoattn.core.inputs import Inputs
 from tests.helpers.beside import no_workers_yet
-from tests.helpers.first_calls import kernels
 from tests.helpers.kept_kernels import kept, new_process
+from tests.helpers.small_kernels import kernels
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from evoattn.backends import Plan
-from evoattn.compile import beside, cache, first_calls
+from evoattn.compile import beside, cache
 from evoattn.compile.workers import Task
 from evoattn.core import attempts
 from evoattn.core.config import Config
@@ -79,6 +79,12 @@ def _missing() -> str | None:
     return None
 
 
+def folder() -> pathlib.Path | None:
+    """The folder of compiled kernels; None if nothing is to be kept."""
+    root = cache.folder()
+    return None if root is None else root / NAME
+
+
 def unsupported(problem: Problem, config: Config) -> list[str]:
     """Every reason why this backend does not take the problem; empty when it does."""
     from evoattn.backends.hopper.tiles import query_variant
@@ -134,7 +140,7 @@ def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -
     """Plan a forward; see `evoattn.backends`."""
     _leave_to_worker(inputs, scale, layout)
     if _COMPILER not in sys.modules and torch.is_grad_enabled() and any(x.requires_grad for x in inputs.qkv):
-        first_calls.prestart(NAME, f"{__name__}.ahead")  # a backward will follow
+        beside.start_helpers(f"{__name__}.ahead", folder())  # a backward will follow
     from evoattn.backends.hopper import forward_plan
 
     plan = _on_device(inputs.q, forward_plan.plan_forward(inputs, scale=scale, layout=layout))
@@ -170,9 +176,9 @@ def _leave_to_worker(inputs: Inputs, scale: float, layout: str) -> None:
 
     A worker plans the forward in its place, and compiles the kernels. Then a thread imports the compiler.
     """
-    attempt, folder, here = attempts.current(), cache.folder(), card(inputs.q.device)
+    attempt, place, here = attempts.current(), folder(), card(inputs.q.device)
     begun = _import_compiler.cache_info().currsize > 0
-    if attempt is None or folder is None or here is None or not _was_empty(folder / NAME):
+    if attempt is None or place is None or here is None or not _was_empty(place):
         return
     if _import_compiler().done() if begun else _COMPILER in sys.modules:
         return
@@ -209,8 +215,8 @@ def _was_empty(folder: pathlib.Path) -> bool:
 
 
 def _compile_together(plans: Callable[[], Sequence[Plan]]) -> None:
-    """Have the kernels of several plans that are not kept compiled in other processes; see `compile.first_calls`."""
-    found = plans() if first_calls.is_enabled() else ()
+    """Have the kernels of several plans that are not kept compiled in other processes; see `compile.beside`."""
+    found = plans() if beside.helpers() else ()
     if found:
         from evoattn.backends.hopper.ahead import begin
 

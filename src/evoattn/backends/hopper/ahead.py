@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from cutlass.cute.runtime import load_module
 
 from evoattn.backends import Needed, Plan, hopper
-from evoattn.compile import beside, cache, first_calls
+from evoattn.compile import beside, cache
 from evoattn.compile.workers import Task
 from evoattn.core import attempts, numerics
 from evoattn.core.config import Config
@@ -69,8 +69,8 @@ def _symbol(name: str) -> str:
 
 def _file(name: str) -> pathlib.Path | None:
     """The file of a compiled kernel; None if nothing is to be kept."""
-    folder = cache.folder()
-    return None if folder is None else folder / "hopper" / f"{name}-{_symbol(name).removeprefix('evoattn_')}.o"
+    folder = hopper.folder()
+    return None if folder is None else folder / f"{name}-{_symbol(name).removeprefix('evoattn_')}.o"
 
 
 def _compilation(kernel: KernelVariant) -> attempts.Compilation | None:
@@ -148,7 +148,7 @@ def begin(kernels: Iterable[KernelVariant]) -> None:
     """Have kernels that are not kept compiled in other processes, while this one comes to them in this order."""
     missing = {kernel: _file(kernel.name) for kernel in kernels if kernel.name not in functions}
     tasks = [Task(f"{__name__}:keep", (kernel, path, False)) for kernel, path in missing.items() if not cache.code_bytes(path)]
-    first_calls.begin("hopper", __name__, tasks)
+    beside.help_with(tasks, hopper.folder())
 
 
 def needed(make: Make) -> list[Needed]:

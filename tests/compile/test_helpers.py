@@ -7,8 +7,8 @@ import pathlib
 import pickle
 import subprocess
 import threading
-import warnings
 from collections.abc import Iterator
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -21,14 +21,14 @@ import evoattn
 from evoattn.backends import Plan, hopper
 from evoattn.backends.hopper import ahead, launch
 from evoattn.cli.warm.cards import cards_of
-from evoattn.compile import cache, first_calls
-from evoattn.compile.workers import Task, Worker, start
+from evoattn.compile import beside, cache, workers
+from evoattn.compile.workers import Task, Worker
 from evoattn.core.devices import planned_for
 from tests.fuzz.trials import Workers
-from tests.helpers.first_calls import CHANNELS, Helper, kernels, until
 from tests.helpers.kept_kernels import kept, new_process
 from tests.helpers.locks import locked_by_another
 from tests.helpers.scripts import load
+from tests.helpers.small_kernels import CHANNELS, kernels, until
 
 
 def file_of(kernel: launch.KernelVariant) -> pathlib.Path:
@@ -44,16 +44,15 @@ def test_helpers_write_what_this_process_reads(folder: pathlib.Path, monkeypatch
     until(lambda: folder.exists() and len(list((folder / "hopper").glob("*.o"))) == len(CHANNELS))
     monkeypatch.setattr(launch, "build", lambda kernel: pytest.fail(f"{kernel.name} is compiled here"))
     assert all(callable(ahead.load_kernel(kernel)) for kernel in kernels())
-    assert [helper.wait(60) for helper in first_calls.running] == [0] * (len(CHANNELS) - 1)
+    until(lambda: not beside._pool._threads)
 
 
-def test_helpers_begin_with_the_last_kernel_and_have_all(folder: pathlib.Path, stand_ins: type[Helper]) -> None:
+def test_helpers_begin_with_the_last_kernel(folder: pathlib.Path, begun: list[Any]) -> None:
     """Any of them, and this process, may come to a kernel first."""
     ahead.begin(kernels())
-    helpers: list[Any] = list(first_calls.running)
-    assert len(helpers) == len(CHANNELS) - 1
-    for helper in helpers:
-        assert [task.arguments[0] for task in helper.tasks] == kernels()[::-1]
+    ((tasks, count),) = begun
+    assert count == len(CHANNELS) - 1
+    assert [task.arguments[0] for task in tasks] == kernels()[::-1]
 
 
 @pytest.mark.parametrize("ends", ["writes the file", "is killed"])
@@ -94,32 +93,16 @@ def test_a_python_that_cannot_be_started_or_dies_is_done_without(
     died: bool, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if died:
-        dead = subprocess.Popen(["false"], stdin=subprocess.PIPE)
-        until(lambda: os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
-        monkeypatch.setattr(dead, "poll", lambda: None)  # it dies just after the question
-        monkeypatch.setattr(first_calls, "start", lambda *_: dead)
+        monkeypatch.setattr(workers, "start", lambda *_, **__: subprocess.Popen(["false"], stdin=PIPE, stdout=PIPE))
     else:
         monkeypatch.setattr("sys.executable", None)
     ahead.begin(kernels())
     assert all(callable(ahead.load_kernel(kernel)) for kernel in kernels())
 
 
-@pytest.mark.parametrize("ends", ["input", "caller"])
-def test_a_helper_ends_with_its_caller(ends: str, tmp_path: pathlib.Path) -> None:
-    caller = os.getpid() if ends == "input" else 1
-    helper = start("evoattn.compile.first_calls:serve", "os", caller)
-    assert helper.stdin is not None
-    with helper.stdin:
-        if ends == "caller":
-            pickle.dump([Task("os:mkdir", (str(tmp_path / "made"),))], helper.stdin)
-    assert helper.wait(60) == 0 and not (tmp_path / "made").exists()
-
-
-def test_a_helper_goes_on_after_a_task_that_fails(tmp_path: pathlib.Path) -> None:
-    helper = start("evoattn.compile.first_calls:serve", "os", os.getpid())
-    tasks = [Task("operator:truediv", (1, 0)), Task("os:write", (1, b"printed")), Task("os:mkdir", (str(tmp_path / "made"),))]
-    helper.communicate(pickle.dumps(tasks), timeout=60)
-    assert helper.returncode == 0 and (tmp_path / "made").exists()
+def test_helpers_go_on_after_a_task_that_fails(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    beside.help_with([Task("os:mkdir", (str(tmp_path / "made"),)), Task("operator:truediv", (1, 0))], folder)
+    until((tmp_path / "made").exists)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +119,7 @@ def test_a_helper_goes_on_after_a_task_that_fails(tmp_path: pathlib.Path) -> Non
     ],
 )
 def test_nobody_is_started_where_that_is_of_no_use(
-    reason: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, stand_ins: type[Helper]
+    reason: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, begun: list[Any]
 ) -> None:
     if reason == "one core":
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
@@ -157,53 +140,38 @@ def test_nobody_is_started_where_that_is_of_no_use(
             for file in kept(folder):
                 file.unlink()
     ahead.begin(kernels()[:1] if reason == "one kernel" else kernels())
-    assert not first_calls.running
+    assert not begun
 
 
 @pytest.mark.parametrize(("asked", "helpers"), [(None, 4), ("", 4), ("0", 0), ("2", 2), ("9", 4), ("off", 0)])
 def test_the_environment_says_how_many_at_most(
-    asked: str | None, helpers: int, folder: pathlib.Path, stand_ins: type[Helper], monkeypatch: pytest.MonkeyPatch
+    asked: str | None, helpers: int, folder: pathlib.Path, begun: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if asked is not None:
-        monkeypatch.setenv(first_calls.VARIABLE, asked)
-    first_calls.prestart("hopper", ahead.__name__)
-    assert len(first_calls.running) == helpers
+        monkeypatch.setenv(beside.VARIABLE, asked)
+    beside.start_helpers(ahead.__name__, hopper.folder())
+    assert [count for _, count in begun] == ([helpers] if helpers else [])
 
 
 def test_who_asks_has_helpers_for_few_cores_too(
-    folder: pathlib.Path, stand_ins: type[Helper], monkeypatch: pytest.MonkeyPatch
+    folder: pathlib.Path, begun: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But no more than there are cores for, of which four processes have two each here."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    first_calls.prestart("hopper", ahead.__name__)
-    assert not first_calls.running
-    monkeypatch.setenv(first_calls.VARIABLE, "4")
-    first_calls.prestart("hopper", ahead.__name__)
-    assert len(first_calls.running) == 1
+    beside.start_helpers(ahead.__name__, hopper.folder())
+    assert not begun
+    monkeypatch.setenv(beside.VARIABLE, "4")
+    beside.start_helpers(ahead.__name__, hopper.folder())
+    assert begun == [([Task(ahead.__name__)], 1)]
 
 
 @pytest.mark.parametrize("empty", [True, False])
-def test_helpers_start_early_if_nothing_is_kept(empty: bool, folder: pathlib.Path, stand_ins: type[Helper]) -> None:
-    """They get their kernels when these are known, and no others are started then."""
+def test_helpers_start_early_if_nothing_is_kept(empty: bool, folder: pathlib.Path, begun: list[Any]) -> None:
+    """They import the compiler, and get their kernels when these are known."""
     if not empty:
         ahead.load_kernel(kernels()[0])
-    first_calls.prestart("hopper", ahead.__name__)
-    early: list[Any] = list(first_calls.running)
-    assert len(early) == (first_calls.MOST if empty else 0)
-    ahead.begin(kernels())
-    assert all(helper.tasks for helper in early) and (not early or first_calls.running == early)
-
-
-def test_a_forked_process_has_helpers_of_its_own(folder: pathlib.Path) -> None:
-    """Those of its parent are not its children: they have ended, as far as it can tell."""
-    first_calls.prestart("hopper", ahead.__name__)
-    assert len(first_calls.running) == first_calls.MOST
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: this process has threads
-        child = os.fork()
-    if not child:
-        os._exit(sum(helper.poll() is None for helper in first_calls.running))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    beside.start_helpers(ahead.__name__, hopper.folder())
+    assert begun == ([([Task(ahead.__name__)] * beside.HELPERS, beside.HELPERS)] if empty else [])
 
 
 class RunsError(Exception):
@@ -280,13 +248,13 @@ def test_the_script_of_first_calls_sees_what_is_compiled_and_awaited(
 
 def test_a_process_that_judges_random_problems_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are as many of them as cores, which they share. They see the GPU."""
-    monkeypatch.setenv(first_calls.VARIABLE, "4")
+    monkeypatch.setenv(beside.VARIABLE, "4")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     worker = Workers(4).pool.make()
     assert worker is not None
     try:
-        assert worker.run(Task("os:getenv", (first_calls.VARIABLE,))).result == "0"
+        assert worker.run(Task("os:getenv", (beside.VARIABLE,))).result == "0"
         assert worker.run(Task("os:getenv", ("CUDA_VISIBLE_DEVICES",))).result == "3"
         assert worker.run(Task("torch:get_num_threads")).result == 1
     finally:

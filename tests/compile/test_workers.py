@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from evoattn.compile.workers import Pool, Report, Task, Worker
+from evoattn.compile.workers import Pool, Report, Task
 
 
 def reports(*tasks: Task, jobs: int = 2) -> list[Report]:
@@ -82,17 +82,6 @@ def test_a_worker_is_out_of_reach_of_ctrl_c_but_shares_cores_with_its_caller() -
     """Linux may share cores among sessions first, whatever the priorities of their processes."""
     group, session = reports(Task("os:getpgid", (0,)), Task("os:getsid", (0,)), jobs=1)
     assert group.result != os.getpgid(0) and session.result == os.getsid(0)
-
-
-def test_a_task_that_takes_too_long_is_ended() -> None:
-    worker = Worker(limit_s=1.0)
-    try:
-        report = worker.run(Task("time:sleep", (60,)))
-        assert report.result is None and report.error == "took longer than 1 s" and report.seconds < 30
-        worker.limit_s = 30.0
-        assert worker.run(Task("operator:add", (1, 2))).result == 3
-    finally:
-        worker.end()
 
 
 def test_a_caller_that_stops_early_kills_what_runs() -> None:

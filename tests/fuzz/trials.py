@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from evoattn.compile import workers as processes
@@ -43,7 +44,7 @@ class Workers:
         self.judge = judge
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(max(1, (os.cpu_count() or 1) // jobs)))
         first = processes.Task("tests.fuzz.judging")
-        self.pool = processes.Pool(jobs, lambda: _Worker(threads, limit_s=limit_s), first)
+        self.pool = processes.Pool(jobs, lambda: _Worker(threads, limit_s), first)
 
     def __enter__(self) -> Workers:
         return self
@@ -61,10 +62,20 @@ class Workers:
 
 
 class _Worker(processes.Worker):
-    """A worker that starts a new process after an error of CUDA, which loses the context."""
+    """A worker that starts a new process after an error of CUDA, which loses the context, and after `limit_s`."""
+
+    def __init__(self, environment: Mapping[str, str], limit_s: float) -> None:
+        super().__init__(environment)
+        self.limit_s = limit_s
 
     def run(self, task: processes.Task) -> processes.Report:
+        watch = threading.Timer(self.limit_s, self.kill)
+        watch.start()
         report = super().run(task)
+        watch.cancel()
+        if report.seconds >= self.limit_s:
+            self.end()
+            return report._replace(result=None, error=f"took longer than {self.limit_s:g} s")
         if isinstance(report.result, Outcome) and any(word in report.result.what for word in _LOST):
             self.end()
         return report

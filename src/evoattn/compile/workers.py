@@ -97,13 +97,10 @@ def start(
 
 
 class Worker:
-    """A process that starts with its first task, and starts again with the next one if it has died.
+    """A process that starts with its first task, and starts again with the next one if it has died."""
 
-    It is killed if a task takes longer than `limit_s`.
-    """
-
-    def __init__(self, environment: Mapping[str, str] | None = None, *, limit_s: float | None = None) -> None:
-        self.environment, self.limit_s = environment, limit_s
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self.environment = environment
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, task: Task) -> Report:
@@ -116,28 +113,16 @@ class Worker:
         except Exception as failure:  # the task or its result cannot be pickled: the process may be waiting for the rest
             self.end()
             result, error = None, f"{type(failure).__name__}: {failure}"
-        seconds = time.monotonic() - begun
-        if self.limit_s is not None and seconds >= self.limit_s:
-            self.end()
-            result, error = None, f"took longer than {self.limit_s:g} s"
-        return Report(task, result, error, seconds)
+        return Report(task, result, error, time.monotonic() - begun)
 
     def _ask(self, task: Task) -> tuple[Any, str | None]:
         process = self._process = self._process or start(
             f"{__name__}:serve", environment=self.environment, stdout=subprocess.PIPE
         )
         assert process.stdin is not None and process.stdout is not None  # they are pipes
-        watch = None if self.limit_s is None else threading.Timer(self.limit_s, process.kill)
-        if watch is not None:
-            watch.start()
-        try:
-            pickle.dump(task, process.stdin)
-            process.stdin.flush()
-            found: tuple[Any, str | None] = pickle.load(process.stdout)
-        finally:
-            if watch is not None:
-                watch.cancel()
-        return found
+        pickle.dump(task, process.stdin)
+        process.stdin.flush()
+        return pickle.load(process.stdout)  # type: ignore[no-any-return]
 
     def kill(self) -> None:
         """Kill the process, if there is one. This is for another thread than that of `run`, whose task then fails."""

@@ -19,8 +19,8 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(beside, "_pool", beside._Pool())
     monkeypatch.setattr(beside, "IDLE_S", 0.1)
+    beside.forget()
     new_process()
     yield tmp_path / "cache"
     new_process()
@@ -28,7 +28,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.fixture
 def begun(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
-    """The tasks of helpers that would run, and how many there would be."""
-    calls: list[tuple[Any, int]] = []
-    monkeypatch.setattr(beside._pool, "help_with", lambda tasks, workers: calls.append((list(tasks), workers)))
-    return calls
+    """The tasks of helpers that would run, and how many helpers each may have."""
+    tasks: list[tuple[Any, int]] = []
+    monkeypatch.setattr(beside._pool, "submit", lambda task, jobs: tasks.append((task, jobs)))
+    return tasks

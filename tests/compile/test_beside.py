@@ -20,8 +20,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.delenv(beside.VARIABLE, raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    monkeypatch.setattr(beside, "_pool", beside._Pool())
     monkeypatch.setattr(beside, "IDLE_S", 0.1)
+    beside.forget()
     reasons: list[str] = []
     monkeypatch.setattr(beside, "listeners", [reasons.append])
     beside.tell.cache_clear()
@@ -44,16 +44,16 @@ def test_a_kernel_is_compiled_once_and_found(tmp_path: pathlib.Path, told: list[
 
 def test_what_is_kept_is_not_compiled(tmp_path: pathlib.Path, told: list[str]) -> None:
     assert ask(tmp_path) is None
-    assert not beside._pool._asked and not told
+    assert not beside._submitted and not told
 
 
 def test_several_workers_compile_at_once(tmp_path: pathlib.Path) -> None:
     """Not more than there are cores to spare. They end if there is nothing to do, and begin again."""
     tasks = [ask(tmp_path / f"{i}.o", Task(f"{__name__}:meet", (str(tmp_path), 3))) for i in range(3)]
-    assert beside._pool._threads == 3
+    assert len(beside._pool.workers) == 3
     assert all(task is not None and task.result(60).error is None for task in tasks)
     begun = time.monotonic()
-    while beside._pool._threads:
+    while beside._pool.workers:
         assert time.monotonic() - begun < 60
         time.sleep(0.01)
     again = ask(tmp_path / "again")

@@ -44,15 +44,13 @@ def test_helpers_write_what_this_process_reads(folder: pathlib.Path, monkeypatch
     until(lambda: folder.exists() and len(list((folder / "hopper").glob("*.o"))) == len(CHANNELS))
     monkeypatch.setattr(launch, "build", lambda kernel: pytest.fail(f"{kernel.name} is compiled here"))
     assert all(callable(ahead.load_kernel(kernel)) for kernel in kernels())
-    until(lambda: not beside._pool._threads)
+    until(lambda: not beside._pool.workers)
 
 
 def test_helpers_begin_with_the_last_kernel(folder: pathlib.Path, begun: list[Any]) -> None:
     """Any of them, and this process, may come to a kernel first."""
     ahead.begin(kernels())
-    ((tasks, count),) = begun
-    assert count == len(CHANNELS) - 1
-    assert [task.arguments[0] for task in tasks] == kernels()[::-1]
+    assert [(task.arguments[0], jobs) for task, jobs in begun] == [(kernel, len(CHANNELS) - 1) for kernel in kernels()[::-1]]
 
 
 @pytest.mark.parametrize("ends", ["writes the file", "is killed"])
@@ -150,7 +148,7 @@ def test_the_environment_says_how_many_at_most(
     if asked is not None:
         monkeypatch.setenv(beside.VARIABLE, asked)
     beside.start_helpers(ahead.__name__, hopper.folder())
-    assert [count for _, count in begun] == ([helpers] if helpers else [])
+    assert begun == [(Task(ahead.__name__), helpers)] * helpers
 
 
 def test_who_asks_has_helpers_for_few_cores_too(
@@ -162,7 +160,7 @@ def test_who_asks_has_helpers_for_few_cores_too(
     assert not begun
     monkeypatch.setenv(beside.VARIABLE, "4")
     beside.start_helpers(ahead.__name__, hopper.folder())
-    assert begun == [([Task(ahead.__name__)], 1)]
+    assert begun == [(Task(ahead.__name__), 1)]
 
 
 @pytest.mark.parametrize("empty", [True, False])
@@ -171,7 +169,7 @@ def test_helpers_start_early_if_nothing_is_kept(empty: bool, folder: pathlib.Pat
     if not empty:
         ahead.load_kernel(kernels()[0])
     beside.start_helpers(ahead.__name__, hopper.folder())
-    assert begun == ([([Task(ahead.__name__)] * beside.HELPERS, beside.HELPERS)] if empty else [])
+    assert begun == ([(Task(ahead.__name__), beside.HELPERS)] * beside.HELPERS if empty else [])
 
 
 class RunsError(Exception):

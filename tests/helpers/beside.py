@@ -11,6 +11,6 @@ def no_workers_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel asked for, four cores, and workers that end soon."""
     monkeypatch.delenv(beside.VARIABLE, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    monkeypatch.setattr(beside, "_pool", beside._Pool())
     monkeypatch.setattr(beside, "IDLE_S", 0.1)
+    beside.forget()
     beside.tell.cache_clear()

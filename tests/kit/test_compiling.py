@@ -92,7 +92,7 @@ def test_all_kernels_of_a_call_are_asked_for_at_once_and_then_found(launched: li
     assert attempted(call) == []
     attention = ["key_bias_kernel", "forward_kernel"]
     assert launched == ["norm_kernel", *attention, *attention, "split_kernel", "split_kernel", "product_kernel"]
-    assert set(beside._pool._asked.values()) == set(asked)
+    assert set(beside._submitted.values()) == set(asked)
 
 
 def test_nothing_is_launched_after_a_kernel_that_is_missing(launched: list[str]) -> None:
@@ -132,7 +132,7 @@ def test_no_call_waits_for_the_digest_of_triton_where_nothing_is_kept(
     monkeypatch.setattr(compiling, "digest_of_triton", lambda: digest)
     monkeypatch.setattr(compiling, "_was_empty", lambda _: empty)
     if empty:
-        assert attempted(normalise) == [digest] and not beside._pool._asked
+        assert attempted(normalise) == [digest] and not beside._submitted
     else:
         threading.Timer(0.2, digest.set_result, (None,)).start()
         assert attempted(normalise)[0] is not digest and digest.done()
@@ -167,7 +167,7 @@ def test_what_cannot_be_handed_on_is_compiled_here(place: str, launched: list[st
         monkeypatch.setattr(cache, "takes_files", lambda _: False)
     with pytest.warns(UserWarning, match="calls wait for their kernels"):
         assert attempted(normalise) == []
-    assert launched == ["norm_kernel"] and not beside._pool._asked
+    assert launched == ["norm_kernel"] and not beside._submitted
 
 
 def test_a_worker_that_fails_leaves_the_kernel_to_the_call(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,4 +194,4 @@ def test_a_damaged_kernel_is_compiled_anew(tmp_path: pathlib.Path, launched: lis
 
 def test_a_call_that_is_no_attempt_compiles_as_before(launched: list[str]) -> None:
     normalise()
-    assert launched == ["norm_kernel"] and not beside._pool._asked
+    assert launched == ["norm_kernel"] and not beside._submitted

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import os
-import queue
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from evoattn.compile import cache
-from evoattn.compile.workers import Report, Task, Worker, cores
+from evoattn.compile.workers import Pool, Report, Task, cores
 
 VARIABLE = "EVOATTN_COMPILERS"
 """The environment variable for the number of workers at most; 0 for none."""
@@ -45,65 +44,16 @@ listeners: list[Callable[[str], None]] = []
 """Told why a call waits for a compiler."""
 
 
-class _Pool:
-    """Threads, each with a worker of its own. They do not keep the process from ending, and workers end with it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._tasks: queue.SimpleQueue[tuple[Task, Future[Report]]] = queue.SimpleQueue()
-        self._asked: dict[str, Future[Report]] = {}
-        self._unfinished: list[Future[Report]] = []
-        self._threads = 0
-
-    def find(self, key: str) -> Future[Report] | None:
-        return self._asked.get(key)
-
-    def submit(self, key: str, task: Task) -> Future[Report]:
-        """Have a worker run a task, unless one of this key was submitted before."""
-        if (found := self._asked.get(key)) is None:
-            with self._lock:
-                found = self._asked[key] = self._asked.get(key) or self._begin(task, most())
-        return found
-
-    def help_with(self, tasks: Sequence[Task], workers: int) -> None:
-        """Have so many workers run tasks, of which nobody hears."""
-        with self._lock:
-            for task in tasks:
-                self._begin(task, workers)
-
-    def _begin(self, task: Task, workers: int) -> Future[Report]:
-        future: Future[Report] = Future()
-        self._tasks.put((task, future))
-        self._unfinished = [x for x in self._unfinished if not x.done()] + [future]
-        if self._threads < min(workers, len(self._unfinished)):
-            self._threads += 1
-            threading.Thread(target=self._work, name="evoattn-compiler", daemon=True).start()
-        return future
-
-    def _work(self) -> None:
-        worker = Worker()
-        worker.run(_POLITE)
-        while True:
-            try:
-                task, future = self._tasks.get(timeout=IDLE_S)
-            except queue.Empty:
-                with self._lock:
-                    if self._tasks.empty():
-                        self._threads -= 1
-                        break
-            else:
-                future.set_result(worker.run(task))
-        worker.end()
-
-
-_pool = _Pool()
-
-
 def forget() -> None:
     """Forget what was asked for, as a new process does."""
-    global _pool
-    _pool = _Pool()
+    global _pool, _submitted, _lock
+    _pool, _submitted, _lock = Pool(_MOST, first=_POLITE, idle_s=IDLE_S), {}, threading.Lock()
 
+
+_pool: Pool
+_submitted: dict[str, Future[Report]]
+_lock: threading.Lock
+forget()
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=forget)  # its threads are not there
@@ -141,7 +91,8 @@ def helpers() -> int:
 def start_helpers(module: str, folder: Path | None) -> None:
     """Start helpers if a folder has no kernel, before it is known what is needed: they import the compiler's module."""
     if (count := helpers()) and folder is not None and cache.takes_files(folder) and not any(folder.glob("[!.]*")):
-        _pool.help_with([Task(module)] * count, count)
+        for _ in range(count):
+            _pool.submit(Task(module), count)
 
 
 def help_with(tasks: Sequence[Task], folder: Path | None) -> None:
@@ -151,7 +102,8 @@ def help_with(tasks: Sequence[Task], folder: Path | None) -> None:
     raises what that raises.
     """
     if len(tasks) > 1 and (count := helpers()) and folder is not None and cache.takes_files(folder):
-        _pool.help_with(tasks[::-1], min(count, len(tasks) - 1))
+        for task in reversed(tasks):
+            _pool.submit(task, min(count, len(tasks) - 1))
 
 
 def obstacle() -> str:
@@ -172,7 +124,7 @@ def compilation(key: str, task: Task, is_kept: Callable[[], bool]) -> Future[Rep
     Returns:
         None: the kernel is kept, or the caller has to compile it and wait.
     """
-    known = _pool.find(key)
+    known = _submitted.get(key)
     report = known.result() if known is not None and known.done() else None
     if is_kept():
         return None
@@ -187,7 +139,10 @@ def submitted(key: str, task: Task) -> Future[Report] | None:
     if why := obstacle():
         tell(why)
         return None
-    return _pool.submit(key, task)
+    with _lock:
+        if key not in _submitted:
+            _submitted[key] = _pool.submit(task, most())
+        return _submitted[key]
 
 
 @functools.cache

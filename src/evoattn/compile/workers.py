@@ -13,13 +13,14 @@ import itertools
 import json
 import os
 import pickle
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 _BOOT = """
@@ -145,39 +146,61 @@ class Worker:
 
 
 class Pool:
-    """Threads, each of which has a worker of its own. The workers end with the block.
+    """Threads, each of which has a worker of its own. They do not keep the process from ending, and workers end with it.
 
-    A worker does the task `first` before all others.
+    The workers of a `with` block end with the block.
+
+    Args:
+        jobs: how many workers there are at most. A worker starts with a task for which the others have no time.
+        make: makes a worker.
+        first: the task that a worker does before all others.
+        idle_s: seconds after which a worker without tasks ends. None: never.
     """
 
-    def __init__(self, jobs: int, make: Callable[[], Worker] = Worker, first: Task = Task("os")) -> None:  # noqa: B008
-        self.jobs, self.make, self.first = jobs, make, first
-        self.workers: list[Worker] = []
-        self._threads, self._own = ThreadPoolExecutor(jobs), threading.local()
+    def __init__(
+        self, jobs: int, make: Callable[[], Worker] = Worker, first: Task | None = None, idle_s: float | None = None
+    ) -> None:
+        self.jobs, self.make, self.first, self.idle_s = jobs, make, first, idle_s
+        self.workers: dict[Worker, threading.Thread] = {}
+        self._lock = threading.Lock()
+        self._tasks: queue.SimpleQueue[tuple[Task, Future[Report]] | None] = queue.SimpleQueue()  # None: there are no more
         self._unfinished: set[Future[Report]] = set()
 
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Kill the workers, whatever they do. What tasks have written stays."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        while concurrent.futures.wait(self._unfinished, 0.1).not_done:
-            for worker in self.workers:
+        for future in self._unfinished:
+            future.cancel()
+        for _ in self.workers:
+            self._tasks.put(None)
+        for worker, thread in self.workers.items():
+            while thread.is_alive():
                 worker.kill()
-        for worker in self.workers:
-            worker.kill()
-            worker.end()
+                thread.join(0.1)
+
+    def submit(self, task: Task, jobs: int | None = None) -> Future[Report]:
+        """Have a worker run a task. There are so many of them at most, if that is less than the pool's own number."""
+        future: Future[Report] = Future()
+        with self._lock:
+            self._unfinished = {x for x in self._unfinished if not x.done()} | {future}
+            self._tasks.put((task, future))
+            if len(self.workers) < min(self.jobs if jobs is None else jobs, len(self._unfinished)):
+                worker = self.make()
+                thread = threading.Thread(target=self._work, args=(worker,), name="evoattn-worker", daemon=True)
+                self.workers[worker] = thread
+                thread.start()
+        return future
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Report]:
         """Yield the reports of tasks as they come in. The next task is drawn when a worker is free."""
         left, running = iter(tasks), set[Future[Report]]()
         try:
             while True:
-                running |= {self._threads.submit(self._work, task) for task in itertools.islice(left, self.jobs - len(running))}
+                running |= {self.submit(task) for task in itertools.islice(left, self.jobs - len(running))}
                 if not running:
                     return
-                self._unfinished = {future for future in self._unfinished | running if not future.done()}
                 done, running = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
                 for future in done:
                     yield future.result()
@@ -185,14 +208,25 @@ class Pool:
             for future in running:
                 future.cancel()
 
-    def _work(self, task: Task) -> Report:
-        """Run a task by this thread's worker."""
-        if not hasattr(self._own, "worker"):
-            self._own.worker = self.make()
-            self.workers.append(self._own.worker)
-            self._own.worker.run(self.first)
-        report: Report = self._own.worker.run(task)
-        return report
+    def _work(self, worker: Worker) -> None:
+        """Give tasks to a worker, until there is none for too long."""
+        if self.first is not None:
+            worker.run(self.first)
+        while True:
+            try:
+                given = self._tasks.get(timeout=self.idle_s)
+            except queue.Empty:
+                with self._lock:
+                    if not self._tasks.empty():
+                        continue
+                    del self.workers[worker]
+                break
+            if given is None:
+                break
+            task, future = given
+            if future.set_running_or_notify_cancel():
+                future.set_result(worker.run(task))
+        worker.end()
 
 
 def serve() -> None:

@@ -23,12 +23,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-_BOOT = """
-import importlib, json, os, sys
+_BOOT = f"""
+import json, os, sys
 if hasattr(os, "setpgid"):
     os.setpgid(0, 0)
-(sys.path[:], sys.pycache_prefix, sys.dont_write_bytecode), (module, name), arguments = json.loads(sys.argv[1])
-getattr(importlib.import_module(module), name)(*arguments)
+sys.path[:], sys.pycache_prefix, sys.dont_write_bytecode = json.loads(sys.argv[1])
+from {__name__} import serve
+serve()
 """
 """A process group of its own keeps Ctrl-C away. A session of its own would too, but Linux may share cores among sessions first;
 a busy program in another session would then take nothing from it. An isolated interpreter does not know the caller's folder of
@@ -65,16 +66,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def start(
-    function: str, *arguments: str | int, environment: Mapping[str, str] | None = None, stdout: int = subprocess.DEVNULL
-) -> subprocess.Popen[bytes]:
-    """Start a new interpreter that calls "module:function" of this package. Its input is a pipe.
+def start(environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start a new interpreter that takes tasks from its input and reports to its output.
 
     Args:
-        function, arguments: the call.
         environment: variables of its own beside the caller's. None: it compiles. Then it sees no GPU, since a CUDA context
             takes memory and time, and drops what compilers write to stderr.
-        stdout: its output, as `subprocess.Popen` takes it.
 
     Raises:
         OSError: there is no Python to start, or no room for a process.
@@ -89,9 +86,9 @@ def start(
         stderr = subprocess.DEVNULL
     python = sys.path, sys.pycache_prefix, sys.dont_write_bytecode
     return subprocess.Popen(
-        [sys.executable, "-I", "-c", _BOOT, json.dumps([python, function.split(":"), arguments])],
+        [sys.executable, "-I", "-c", _BOOT, json.dumps(python)],
         stdin=subprocess.PIPE,
-        stdout=stdout,
+        stdout=subprocess.PIPE,
         stderr=stderr,
         env={**os.environ, "EVOATTN_COMPILERS": "0", **environment},  # a worker has no workers of its own
     )
@@ -117,9 +114,7 @@ class Worker:
         return Report(task, result, error, time.monotonic() - begun)
 
     def _ask(self, task: Task) -> tuple[Any, str | None]:
-        process = self._process = self._process or start(
-            f"{__name__}:serve", environment=self.environment, stdout=subprocess.PIPE
-        )
+        process = self._process = self._process or start(self.environment)
         assert process.stdin is not None and process.stdout is not None  # they are pipes
         pickle.dump(task, process.stdin)
         process.stdin.flush()

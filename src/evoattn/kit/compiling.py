@@ -148,7 +148,11 @@ class Wanted(NamedTuple):
     numbers: tuple[float, ...]
     options: dict[str, Any]
     through_map: Any
-    capability: tuple[int, int]
+    capability: tuple[int, int] | None
+
+    def task(self) -> Task:
+        """Compile it in a worker."""
+        return Task(f"{__name__}:compile_kernel", tuple(self))
 
 
 def compilation(wanted: Wanted, jitted: Any, ask: Callable[[], Any]) -> Compilation | None:
@@ -176,8 +180,7 @@ def compilation(wanted: Wanted, jitted: Any, ask: Callable[[], Any]) -> Compilat
 
     def submit(text: str, compile_one: Callable[[], Any], finish: Callable[[Any], Any], *_: Any) -> Any:
         folder = folder_of(key_of(text))
-        task = Task(f"{__name__}:compile_kernel", tuple(wanted))
-        compiling = beside.compilation(str(folder), task, lambda: kept_bytes(folder) > 0)
+        compiling = beside.compilation(str(folder), wanted.task(), lambda: kept_bytes(folder) > 0)
         if compiling is not None:
             found.append(compiling)
             return compiling
@@ -208,8 +211,8 @@ def _takes_files(folder: str) -> bool:
     return cache.takes_files(pathlib.Path(folder))
 
 
-def compile_kernel(*wanted: Any) -> None:
-    """Compile a kernel into Triton's cache, and its launcher."""
+def compile_kernel(*wanted: Any) -> int:
+    """Compile a kernel into Triton's cache, and its launcher. Return the bytes of the kernel's folder."""
     from evoattn.kit.launch import OPTIONS, settle_key
 
     module, name, stubs, numbers, options, through_map, capability = wanted
@@ -226,6 +229,7 @@ def compile_kernel(*wanted: Any) -> None:
             from triton.backends.nvidia.driver import CudaLauncher
 
             CudaLauncher(kernel.src, kernel.metadata)
+    return kept_bytes(folder_of(kernel.hash))
 
 
 def with_descriptor(through_map: Any, arguments: list[Any], tensors: tuple[Any, ...]) -> list[Any]:

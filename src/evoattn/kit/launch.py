@@ -21,8 +21,16 @@ OPTIONS = {"enable_fp_fusion": True}
 
 _MAP_ALIGNMENT = 16
 
-collecting: contextvars.ContextVar[list[tuple[Any, Any]] | None] = contextvars.ContextVar("collecting", default=None)
-"""A list to which a first launch adds its `triton.jit` function and what that compiles, and does not start it (`ahead`)."""
+collecting: contextvars.ContextVar[list[Collected] | None] = contextvars.ContextVar("collecting", default=None)
+"""A list to which a first launch adds what it would start, and does not start it (`ahead`)."""
+
+
+class Collected(NamedTuple):
+    """The kernel of a launch: its `triton.jit` function, what that returned for it, and the kernel for a worker."""
+
+    jitted: Any
+    kernel: Any
+    wanted: compiling.Wanted
 
 
 class TensorMap(NamedTuple):
@@ -102,7 +110,7 @@ class Launch:
 
         kernels, attempt = collecting.get(), attempts.current()
         if kernels is not None:
-            kernels.append((self.kernel.jitted, ask()))
+            kernels.append(Collected(self.kernel.jitted, ask(), self._wanted(tensors)))
             return
         if attempt is not None:
             if self._again is None and (compilation := self._compilation(tensors, ask)) is not None:
@@ -120,14 +128,17 @@ class Launch:
         """The compilation of the kernel beside the program. None: the kernel is there, or the launch has to wait for it."""
         if self._compiling is not None and not self._compiling.done():
             return self._compiling
-        capability = cards.capability(tensors[0].device)
-        if capability is None:  # the interpreter, or an AMD GPU, whose compiler also depends on the size of tensors
+        wanted = self._wanted(tensors)
+        if wanted.capability is None:  # the interpreter, or an AMD GPU, whose compiler also depends on the size of tensors
             return None
-        stubs = tuple(compiling.Stub(x.dtype, x.data_ptr() & 15) for x in tensors)
-        module, name = self.kernel.jitted.fn.__module__, self.kernel.jitted.fn.__name__
-        wanted = compiling.Wanted(module, name, stubs, self.numbers, self.constants, self.through_map, capability)
         self._compiling = compiling.compilation(wanted, self.kernel.jitted, ask)
         return self._compiling
+
+    def _wanted(self, tensors: tuple[Tensor, ...]) -> compiling.Wanted:
+        stubs = tuple(compiling.Stub(x.dtype, x.data_ptr() & 15) for x in tensors)
+        module, name = self.kernel.jitted.fn.__module__, self.kernel.jitted.fn.__name__
+        capability = cards.capability(tensors[0].device)
+        return compiling.Wanted(module, name, stubs, self.numbers, self.constants, self.through_map, capability)
 
 
 def _plan_repeat(compiled: Any, programs: int, fixed: tuple[Any, ...], device: int) -> Callable[[list[Any]], None]:

@@ -22,7 +22,6 @@ import triton
 from triton.runtime import driver
 
 from evoattn.backends import Needed, Plan
-from evoattn.compile.workers import Task
 from evoattn.core import attempts, devices
 from evoattn.kit import compiling, launch
 
@@ -74,19 +73,19 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _compile(run: Callable[..., Any], arguments: tuple[Any, ...], threads: ThreadPoolExecutor) -> list[Any]:
     """The kernels of a run that are not on the device, also those that another thread has compiled and not loaded."""
-    launched: list[tuple[Any, Any]] = []
+    launched: list[launch.Collected] = []
     try:
         _collect(launched, triton.AsyncCompileMode(threads), run, arguments)
-        kernels = [kernel.result() if hasattr(kernel, "result") else kernel for _, kernel in launched]
+        kernels = [one.kernel.result() if hasattr(one.kernel, "result") else one.kernel for one in launched]
         return [kernel for kernel in dict.fromkeys(kernels) if kernel.module is None]
     except BaseException:
-        for jitted, _ in launched:
-            compiling.forget(jitted)
+        for one in launched:
+            compiling.forget(one.jitted)
         raise
 
 
-def _collect(launched: list[tuple[Any, Any]], mode: Any, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Add the `triton.jit` function of each launch of a run, and what Triton returns for its kernel in a mode; start none."""
+def _collect(launched: list[launch.Collected], mode: Any, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Add each launch of a run, with what Triton returns for its kernel in a mode; start none."""
     launch.collecting.set(launched)
     with mode:
         run(*arguments)
@@ -114,48 +113,25 @@ def compile_launcher(kernel: Any) -> None:
 def needed(make: Make) -> list[Needed]:
     """List the kernels of a plan, each once, in the order in which it launches them (see `evoattn.backends.Backend`)."""
     card = devices.planned()
-    return [
-        Needed(name, key, folder, compiling.kept_bytes(folder), Task(f"{__name__}:keep", (make, card, key)))
-        for key, name in _name_kernels(make, None).items()
-        for folder in [compiling.folder_of(key)]
-    ]
-
-
-def keep(make: Make, card: devices.Card, key: str) -> int:
-    """Compile one of the kernels of a plan for a card, into Triton's cache, and return the bytes of its folder.
-
-    Raises KeyError if the plan has no such kernel.
-    """
-    with devices.planned_for(card):
-        if key not in _name_kernels(make, key):
-            raise KeyError(key)
-    return compiling.kept_bytes(compiling.folder_of(key))
-
-
-def _name_kernels(make: Make, wanted: str | None) -> dict[str, str]:
-    """The keys of all kernels and their names. The kernel of the wanted key is compiled, and none is loaded."""
-    card = devices.planned()
     if card is None:
         raise RuntimeError("kernels are found for a card that plans are made for; none is")
-    launched: list[tuple[Any, str]] = []
+    launched: list[launch.Collected] = []
     mode = triton.AsyncCompileMode(None)
-
-    def submit(text: str, compile_one: Callable[[], Any], *after: Any) -> str:
-        """Stand for a kernel by its key, which follows from a text. From 3.9 on Triton also says what to do after an error."""
-        key = compiling.key_of(text)
-        if key == wanted:
-            compile_one()
-        return key
+    mode.submit = lambda text, *_: compiling.key_of(text)  # a kernel's key stands for it
 
     def walk() -> None:
         plan, arguments = make()
         _collect(launched, mode, plan.run, arguments)
 
-    mode.submit = submit
     with compiling.named_driver(card.capability) as stand_in:
         try:
             contextvars.copy_context().run(walk)
         finally:
-            for jitted, _ in launched:
-                jitted.device_caches.pop(stand_in, None)
-    return {key: jitted.__name__ for jitted, key in launched}
+            for one in launched:
+                one.jitted.device_caches.pop(stand_in, None)
+    kernels = {one.kernel: one for one in launched}
+    folders = {key: compiling.folder_of(key) for key in kernels}
+    return [
+        Needed(one.jitted.__name__, key, folders[key], compiling.kept_bytes(folders[key]), one.wanted.task())
+        for key, one in kernels.items()
+    ]

@@ -198,17 +198,17 @@ def chunks(request: Request) -> Iterator[tuple[list[Call], Card]]:
 
 def _compile_missing(kernels: list[Launched], pool: Pool, counts: dict[str, Counts]) -> None:
     """Compile the kernels that are not kept, and count all of them."""
-    missing: dict[Task, Launched] = {}
+    missing: dict[int, Launched] = {}  # by the identities of their tasks, which have dictionaries
     for one in kernels:
         backend = counts.setdefault(one.backend, Counts())
         if one.kernel.bytes:
             backend.there += 1
             backend.add(one.kernel, one.kernel.bytes)
         else:
-            missing[one.kernel.task] = one
+            missing[id(one.kernel.task)] = one
     with count_progress(len(missing)) as count:
-        for done, report in enumerate(pool.run(missing), 1):
-            one = missing[report.task]
+        for done, report in enumerate(pool.run(one.kernel.task for one in missing.values()), 1):
+            one = missing[id(report.task)]
             backend = counts[one.backend]
             backend.seconds += report.seconds
             if report.result:

@@ -8,9 +8,9 @@ from evoattn.compile import beside
 
 
 def no_workers_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel asked for, four cores, and workers that end soon."""
+    """No kernel asked for, two cores, so that there is one worker, and workers that end soon."""
     monkeypatch.delenv(beside.VARIABLE, raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(2)))
     monkeypatch.setattr(beside, "IDLE_S", 0.1)
     beside.forget()
     beside.tell.cache_clear()

@@ -160,15 +160,9 @@ def test_weights_of_a_twin_are_packed() -> None:
     """By dtype, so that one launch writes them. Those of other strides or sizes, and those that are there twice, stay."""
 
     def weights(seed: int) -> list[Tensor]:
-        a, b, turned, odd, half = (
-            draw(seed, 4, 8),
-            draw(seed + 1, 16),
-            draw(seed + 2, 8, 4).t(),
-            draw(seed + 3, 3),
-            draw(seed, 8).half(),
-        )
-        twice = draw(seed + 4, 4)
-        return [nn.Parameter(x) for x in (a, turned, b, odd, half)] + [twice, twice, torch.empty(0)]
+        a, b, turned, odd = (draw(seed + i, *shape) for i, shape in enumerate(((16, 8), (256,), (8, 16), (3,))))
+        twice, half = draw(seed + 4, 128), draw(seed + 5, 256).half()
+        return [nn.Parameter(x) for x in (a, turned.t(), b, odd, half)] + [twice, twice, torch.empty(0)]
 
     targets, sources = weights(0), weights(100)
     stay = [targets[i].data_ptr() for i in (1, 3, 5)]

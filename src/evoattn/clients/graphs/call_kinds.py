@@ -34,6 +34,9 @@ MOST_COPIED = 512 << 20
 _UNLIKE = 3
 """So many calls in a row that share fewer tensors than others before them are recorded none the less, with more copies."""
 
+_UNIT = 512
+"""Bytes at whose multiples torch's allocator begins tensors on a GPU."""
+
 GAIN = 0.9
 """A recording is used if a replay takes at most this share of the time of the call itself. Else it is memory for nothing."""
 
@@ -64,8 +67,8 @@ class _Place:
 class Packed:
     """The weights of a twin, moved into one tensor for each dtype. A launch fills that ten times as fast as each of them.
 
-    Weights stay where they are that are not contiguous, are there twice, or are no multiple of 16 bytes: those behind would
-    begin elsewhere, for which kernels differ.
+    Weights stay where they are that are not contiguous, are there twice, or are no multiple of 512 bytes: torch begins each
+    tensor at one, and what kernels compute may depend on where a weight begins.
     """
 
     def __init__(self, weights: list[Tensor]) -> None:

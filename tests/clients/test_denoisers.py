@@ -22,9 +22,10 @@ from evoattn.clients.swap import Swap
 from evoattn.core import keeping
 from evoattn.nn import diffusion_steps
 from tests.clients.standins import filled
-from tests.clients.test_diffusion import Again, by_layers, prepared
+from tests.clients.test_diffusion import by_layers, prepared
 from tests.helpers.denoisers import STEPS, openfold3, protenix
 from tests.helpers.denoisers import module as module_of
+from tests.helpers.recorders import Again
 from tests.pair.products import error
 
 PROTENIX = ("protenix", "opendde")

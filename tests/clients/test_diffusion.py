@@ -9,19 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 import evoattn
 from evoattn.clients import diffusion, graphs
 from evoattn.clients.arguments import ClientsOwn
-from evoattn.clients.graphs.recorder import Recording
 from evoattn.clients.site import Count
 from evoattn.clients.swap import Swap
 from evoattn.core import guards, keeping
 from evoattn.nn import diffusion_steps
 from tests.clients.test_graphs_boltz import first, second
 from tests.helpers.boltz import SMALL
-from tests.helpers.recorders import Traced
+from tests.helpers.recorders import Again, Traced
 
 VERSIONS = {1: "transformers", 2: "transformersv2"}
 
@@ -263,20 +261,6 @@ def module_of(version: int) -> Any:
         return filled(kind(SMALL)), second
     more = {"token_z": 8, "atom_z": 8, "atom_feature_dim": 3 + 1 + 1 + 128 + 256}
     return filled(kind({**SMALL, **more}, use_inference_model_cache=True)), first
-
-
-class Again(Traced):
-    """A recorder that does again what the function does, outside of what watches it."""
-
-    def record(self, run: Any, device: torch.device, *, draws: bool = False, once: bool = False, **options: bool) -> Any:
-        result = run()
-
-        def replay() -> None:
-            for old, new in zip(_pytree.tree_leaves(result), _pytree.tree_leaves(run()), strict=True):
-                if isinstance(old, Tensor):
-                    old.copy_(new)
-
-        return Recording(replay, result)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from evoattn.clients.graphs import FIRST
 from evoattn.clients.graphs.recorder import Recorder
 from evoattn.clients.graphs.trees import NotCaptured
 from tests.helpers.denoisers import STEPS, draw, filled, module, openfold3, openfold3_config, protenix, small
-from tests.helpers.recorders import Traced
+from tests.helpers.recorders import Again, Traced
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -28,7 +28,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     """A GPU; or a CPU with a stand-in for CUDA graphs, and a `one_hot` that looks for no largest index, as on a GPU."""
     if request.param == "cuda":
         return torch.device("cuda")
-    monkeypatch.setattr(graphs, "Recorder", Traced)
+    layers = "layers" in request.fixturenames and request.getfixturevalue("layers")
+    monkeypatch.setattr(graphs, "Recorder", Again if layers else Traced)
     monkeypatch.setattr(
         nn.functional, "one_hot", lambda x, num_classes: (x[..., None] == torch.arange(num_classes, device=x.device)).long()
     )

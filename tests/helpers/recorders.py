@@ -13,7 +13,7 @@ from torch.utils import _pytree
 
 from evoattn.clients.graphs.recorder import Recording, modes, scout
 
-__all__ = ["Traced"]
+__all__ = ["Again", "Traced"]
 
 TENSOR = object()
 
@@ -128,3 +128,19 @@ def _weakly(traced: Any) -> dict[str, weakref.ref[torch.Tensor]]:
     for name in names:
         setattr(traced, name, None)
     return read
+
+
+class Again(Traced):
+    """A recorder that does again what the function does. A layer of evoattn.nn that is traced may round otherwise on a CPU."""
+
+    def record(self, run: Any, device: torch.device, *, draws: bool = False, once: bool = False, **options: bool) -> Any:
+        before = torch.get_rng_state()
+        result = run()
+        torch.set_rng_state(before)
+
+        def replay() -> None:
+            for old, new in zip(_pytree.tree_leaves(result), _pytree.tree_leaves(run()), strict=True):
+                if isinstance(old, torch.Tensor):
+                    old.copy_(new)
+
+        return Recording(replay, result)

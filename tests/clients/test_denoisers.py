@@ -387,14 +387,10 @@ def test_protenix_computes_what_is_refused_as_it_would(
         raise UnknownArgument("the test")
 
     monkeypatch.setattr(diffusion, "prepared", refused)
-    monkeypatch.setattr(denoisers, "may_share", lambda _: False)
     options = {"enable_efficient_fusion": fused}
-    with evoattn.patch(client, graphs=False):
+    with monkeypatch.context() as patches, evoattn.patch(client, graphs=False):
+        patches.setattr(denoisers, "may_share", lambda _: False)
         expected = sampled(client, [(1, 9)], make, **options)
-    monkeypatch.undo()
-    monkeypatch.setenv("LAYERNORM_TYPE", "torch")
-    monkeypatch.setattr(diffusion, "may_have_kernels", lambda _: keeping.keeps())
-    monkeypatch.setattr(diffusion, "prepared", refused)
     with evoattn.patch(client, graphs=False) as patched:
         result = sampled(client, [(1, 9)], make, **options)
     assert torch.equal(result[0], expected[0]) and patched.passed_on["the test"] == TRANSFORMERS * STEPS + 1

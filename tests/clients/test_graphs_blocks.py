@@ -161,13 +161,13 @@ def test_weights_of_a_twin_are_packed() -> None:
 
     def weights(seed: int) -> list[Tensor]:
         a, b, turned, odd = (draw(seed + i, *shape) for i, shape in enumerate(((16, 8), (256,), (8, 16), (3,))))
-        twice, half = draw(seed + 4, 128), draw(seed + 5, 256).half()
-        return [nn.Parameter(x) for x in (a, turned.t(), b, odd, half)] + [twice, twice, torch.empty(0)]
+        twice, half, short = draw(seed + 4, 128), draw(seed + 5, 256).half(), draw(seed + 6, 16)
+        return [nn.Parameter(x) for x in (a, turned.t(), b, odd, half)] + [twice, twice, torch.empty(0), short]
 
     targets, sources = weights(0), weights(100)
-    stay = [targets[i].data_ptr() for i in (1, 3, 5)]
+    stay = [targets[i].data_ptr() for i in (1, 3, 5, 8)]
     packed = call_kinds.Packed(targets)
-    assert [targets[i].data_ptr() for i in (1, 3, 5)] == stay
+    assert [targets[i].data_ptr() for i in (1, 3, 5, 8)] == stay
     assert targets[2].data_ptr() == targets[0].data_ptr() + targets[0].nbytes
     assert all(map(torch.equal, targets, weights(0))), "their values stay"
     with torch.autocast("cpu", torch.bfloat16):

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils import _pytree
 
 import evoattn
 from evoattn.clients import graphs
-from evoattn.clients.graphs import FIRST
+from evoattn.clients.graphs import FIRST, call_kinds
 from evoattn.clients.graphs.recorder import Recorder
 from evoattn.clients.graphs.trees import NotCaptured
 from tests.helpers.denoisers import STEPS, draw, filled, module, openfold3, openfold3_config, protenix, small
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A GPU; or a CPU with a stand-in for CUDA graphs, and a `one_hot` that looks for no largest index, as on a GPU."""
     if request.param == "cuda":
+        monkeypatch.setattr(call_kinds, "GAIN", math.inf)  # other tests keep the GPU busy
         return torch.device("cuda")
     layers = "layers" in request.fixturenames and request.getfixturevalue("layers")
     monkeypatch.setattr(graphs, "Recorder", Again if layers else Traced)

@@ -22,6 +22,12 @@ pytestmark = pytest.mark.gpu
 SIZE = 64
 
 
+@pytest.fixture(autouse=True)
+def _a_replay_may_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may wait for another thread, or for another process on the card."""
+    monkeypatch.setattr(call_kinds, "GAIN", math.inf)
+
+
 class Denoiser(nn.Module):
     """Products, norms and an attention, in eval mode. `body` is what a test wants it to do besides."""
 
@@ -265,8 +271,7 @@ def test_a_recording_goes_with_the_tensors_that_it_reads() -> None:
     assert kind.size is None
 
 
-def test_threads_with_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_kinds, "GAIN", math.inf)  # a replay of one thread may wait for the other
+def test_threads_with_streams() -> None:
     watched, failures = Watched(), []
 
     def work(seed: int) -> None:
@@ -312,10 +317,7 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("inference", [False, True])
-def test_blocks_share_a_graph_and_draw_the_same_random_numbers(
-    dtype: torch.dtype | None, inference: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(call_kinds, "GAIN", math.inf)  # other processes may share the card
+def test_blocks_share_a_graph_and_draw_the_same_random_numbers(dtype: torch.dtype | None, inference: bool) -> None:
     count = Count()
     kind = type("Block", (Block,), {"forward": graphs.step(Block.original, count, shared=True)})
     torch.manual_seed(0)

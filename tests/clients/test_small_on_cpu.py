@@ -128,6 +128,15 @@ def test_the_limits(dtype: torch.dtype, trains: bool, residues: int, monkeypatch
 
 
 @torch.no_grad()
+def test_no_call_of_a_dtensor_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's code would mix its weights with DTensors."""
+    monkeypatch.setattr(calls, "few_on_cpu", lambda _: 288)
+    x = torch.ones(1, 4, 4, 8)
+    assert calls.has_few_entries_on_cpu([x]) and calls.is_small_on_cpu(x, 64)
+    monkeypatch.setattr(calls, "is_distributed", lambda _: True)
+    assert not calls.has_few_entries_on_cpu([x]) and not calls.is_small_on_cpu(x, 64)
+
+
 def test_without_a_gpu_no_call_is_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled there. So modules are not looked through, and no state of a generator is read."""
     monkeypatch.setattr(site, "_has_kernels", lambda: False)

@@ -30,5 +30,5 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def begun(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
     """The tasks of helpers that would run, and how many helpers each may have."""
     tasks: list[tuple[Any, int]] = []
-    monkeypatch.setattr(beside._pool, "submit", lambda task, jobs: tasks.append((task, jobs)))
+    monkeypatch.setattr(beside._helpers, "submit", lambda task, jobs: tasks.append((task, jobs)))
     return tasks

@@ -44,7 +44,7 @@ def test_helpers_write_what_this_process_reads(folder: pathlib.Path, monkeypatch
     until(lambda: folder.exists() and len(list((folder / "hopper").glob("*.o"))) == len(CHANNELS))
     monkeypatch.setattr(launch, "build", lambda kernel: pytest.fail(f"{kernel.name} is compiled here"))
     assert all(callable(ahead.load_kernel(kernel)) for kernel in kernels())
-    until(lambda: not beside._pool.workers)
+    until(lambda: not beside._helpers.workers)
 
 
 def test_helpers_begin_with_the_last_kernel(folder: pathlib.Path, begun: list[Any]) -> None:

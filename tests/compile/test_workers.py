@@ -6,11 +6,13 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
+from unittest import mock
 
 import pytest
 
-from evoattn.compile.workers import Pool, Report, Task
+from evoattn.compile.workers import Pool, Report, Task, Worker
 
 
 def reports(*tasks: Task, jobs: int = 2) -> list[Report]:
@@ -35,6 +37,22 @@ def test_a_worker_that_dies_fails_its_task_alone() -> None:
     first, second = reports(dies, Task("operator:add", (1, 2)), jobs=1)
     assert first.result is None and first.error == "the worker process died: signal SIGKILL"
     assert second.result == 3
+
+
+def test_each_process_of_a_worker_does_the_first_task() -> None:
+    with Pool(1, make=lambda: Worker(first=Task("os:nice", (3,)))) as pool:
+        dies, nice = Task("os:kill", (0, signal.SIGKILL)), Task("os:nice", (0,))
+        assert [report.result for report in pool.run([nice, dies, nice])] == [os.nice(0) + 3, None, os.nice(0) + 3]
+
+
+def test_tasks_fail_if_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller goes on, and a later task has a worker."""
+    with Pool(1) as pool:
+        with monkeypatch.context() as full:
+            full.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+            failed = pool.submit(Task("os:getpid"))
+        assert failed.done() and failed.result().error == "no worker could be started: can't start new thread"
+        assert pool.submit(Task("operator:add", (1, 2))).result(60).result == 3
 
 
 def test_a_task_that_cannot_be_sent_fails_alone() -> None:

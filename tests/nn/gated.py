@@ -55,15 +55,24 @@ def check_layer(starting: bool, transposed: bool, device: str, monkeypatch: pyte
     with torch.no_grad(), low:
         result = layer(z, mask)
         assert len(calls) == 1 and result.dtype == torch.float32
-        assert torch.equal(layer(z.clone(), mask, in_place=True), result) and len(calls) == 2
+        mine = z.clone()
+        assert layer(mine, mask, in_place=True) is mine and torch.equal(mine, result) and len(calls) == 2
         monkeypatch.setattr(gated, "takes", lambda *_: False)
         steps = layer(z, mask)
         monkeypatch.setattr(gated, "takes", takes)
     with torch.no_grad():
         true = copy.deepcopy(layer).double()(z.double(), mask.double())
     assert error(result, true) <= 1.1 * error(steps, true)
+    zero = nn.Parameter(torch.zeros((), device=device))
     with low:
-        assert layer(z, mask).requires_grad
+        for trained in (layer.mha.linear_o, layer.mha.linear_v, layer.linear, layer.layer_norm):
+            layer.requires_grad_(False)
+            trained.requires_grad_(True)
+            assert layer(z, mask).requires_grad
+            layer.requires_grad_(False)
+            adapter = trained.register_forward_hook(lambda *x: x[-1] + zero)
+            assert layer(z, mask).requires_grad, "of an adapter alone"
+            adapter.remove()
     layer.residual = False
     with torch.no_grad(), low:
         torch.testing.assert_close(layer(z, mask) + z, steps)

@@ -40,5 +40,9 @@ else:
         assert not gated.takes(z, g, nn.Linear(16, 256).requires_grad_(False)), "wider than a program holds"
         assert not gated.takes(z, g, nn.Linear(16, 16)), "a gradient is wanted"
         assert not gated.takes(z, g, nn.Linear(16, 16).requires_grad_(False).double())
+        assert not gated.takes(z, g, linear, (None, torch.ones(1, requires_grad=True))), "what o is made of wants a gradient"
+        strided = nn.Linear(16, 16).requires_grad_(False)
+        strided.bias = nn.Parameter(torch.randn(32)[::2], requires_grad=False)
+        assert not gated.takes(z, g, strided)
         linear.register_forward_hook(lambda *_: None)
         assert not gated.takes(z, g, linear), "somebody has to see it called"

@@ -21,7 +21,7 @@ from evoattn.nn import (
     TemplatePointwiseAttention,
     TriangleAttention,
 )
-from evoattn.nn.submodules import has_global_hooks
+from evoattn.nn.submodules import has_global_hooks, has_hooks_inside
 from tests.helpers.changes import IN_PLACE, INSTEAD, change
 from tests.helpers.surroundings import ALL_MODES
 
@@ -395,3 +395,11 @@ def test_a_layer_with_an_adapter_compiles() -> None:
     z = torch.randn(1, 6, 6, 16, dtype=torch.float64)
     compiled = torch.compile(layer, backend="aot_eager")
     torch.testing.assert_close(compiled(z), by_calls(layer, z), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_hooks_inside_are_found_wherever_they_are() -> None:
+    module = nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), nn.Sequential(nn.Linear(2, 2)))
+    assert not has_hooks_inside(module)
+    module[1][0].register_forward_hook(lambda *_: None)
+    assert has_hooks_inside(module)

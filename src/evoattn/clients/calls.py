@@ -13,6 +13,7 @@ from evoattn.compat import cuequivariance
 from evoattn.compat.openfold import attention
 from evoattn.dispatch.axes import narrow_expanded
 from evoattn.dispatch.checks import compute_dtype
+from evoattn.dispatch.distributed import is_distributed
 
 _SHORT, _FEW_SCORES = 288, 100_000_000
 """An attention of fewer queries and keys, and with fewer scores in all, is left to the client, unless a CUDA graph replays it.
@@ -63,17 +64,16 @@ def is_small_on_cpu(x: Tensor, scores: int) -> bool:
 
     A triangle attention of L residues and four heads has 4 L^3 scores.
     """
-    return x.is_cpu and scores < 4 * few_on_cpu(x) ** 3 and not is_repeated()
+    return x.is_cpu and scores < 4 * few_on_cpu(x) ** 3 and not is_repeated() and not is_distributed(x)
 
 
 def has_few_entries_on_cpu(arguments: Iterable[Any]) -> bool:
     """Return whether a client computes a layer or a block of these arguments as fast, on a CPU."""
-    tensors = (x for x in arguments if isinstance(x, Tensor) and x.is_floating_point() and x.numel())
-    first = next(tensors, None)
-    if first is None or not first.is_cpu or is_repeated():
+    tensors = [x for x in arguments if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
+    if not tensors or not tensors[0].is_cpu or is_repeated() or any(map(is_distributed, tensors)):
         return False
-    few = few_on_cpu(first) ** 2
-    return all(x.shape[:-1].numel() < few for x in (first, *tensors))
+    few = few_on_cpu(tensors[0]) ** 2
+    return all(x.shape[:-1].numel() < few for x in tensors)
 
 
 def faster_as_installed(x: Tensor, queries: int, keys: int, scores: int) -> str:

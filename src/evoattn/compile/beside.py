@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from evoattn.compile import cache
-from evoattn.compile.workers import Pool, Report, Task, cores
+from evoattn.compile.workers import Pool, Report, Task, Worker, cores
 
 VARIABLE = "EVOATTN_COMPILERS"
 """The environment variable for the number of workers at most; 0 for none."""
@@ -35,7 +35,7 @@ _ENOUGH = 3
 """With so many cores to spare there are helpers though nobody asks: each takes seconds of a core to start."""
 
 _POLITE = Task("os:nice", (10,))
-"""The first task of a worker: the program itself comes first on every core."""
+"""The first task of a worker beside a program, which comes first on every core. A program waits for its helpers."""
 
 IDLE_S = 60.0
 """Seconds after which a worker without kernels ends."""
@@ -46,11 +46,13 @@ listeners: list[Callable[[str], None]] = []
 
 def forget() -> None:
     """Forget what was asked for, as a new process does."""
-    global _pool, _submitted, _lock
-    _pool, _submitted, _lock = Pool(_MOST, first=_POLITE, idle_s=IDLE_S), {}, threading.Lock()
+    global _pool, _helpers, _submitted, _lock
+    _pool, _helpers = Pool(_MOST, make=functools.partial(Worker, first=_POLITE), idle_s=IDLE_S), Pool(HELPERS, idle_s=IDLE_S)
+    _submitted, _lock = {}, threading.Lock()
 
 
 _pool: Pool
+_helpers: Pool
 _submitted: dict[str, Future[Report]]
 _lock: threading.Lock
 forget()
@@ -92,7 +94,7 @@ def start_helpers(module: str, folder: Path | None) -> None:
     """Start helpers if a folder has no kernel, before it is known what is needed: they import the compiler's module."""
     if (count := helpers()) and folder is not None and cache.takes_files(folder) and not any(folder.glob("[!.]*")):
         for _ in range(count):
-            _pool.submit(Task(module), count)
+            _helpers.submit(Task(module), count)
 
 
 def help_with(tasks: Sequence[Task], folder: Path | None) -> None:
@@ -103,7 +105,7 @@ def help_with(tasks: Sequence[Task], folder: Path | None) -> None:
     """
     if len(tasks) > 1 and (count := helpers()) and folder is not None and cache.takes_files(folder):
         for task in reversed(tasks):
-            _pool.submit(task, min(count, len(tasks) - 1))
+            _helpers.submit(task, min(count, len(tasks) - 1))
 
 
 def obstacle() -> str:

@@ -95,10 +95,13 @@ def start(environment: Mapping[str, str] | None = None) -> subprocess.Popen[byte
 
 
 class Worker:
-    """A process that starts with its first task, and starts again with the next one if it has died."""
+    """A process that starts with its first task, and starts again with the next one if it has died.
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self.environment = environment
+    first: a task that each process does before all others.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None, first: Task | None = None) -> None:
+        self.environment, self.first = environment, first
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, task: Task) -> Report:
@@ -114,11 +117,17 @@ class Worker:
         return Report(task, result, error, time.monotonic() - begun)
 
     def _ask(self, task: Task) -> tuple[Any, str | None]:
-        process = self._process = self._process or start(self.environment)
+        tasks = [task]
+        if self._process is None:
+            self._process = start(self.environment)
+            tasks[:0] = [] if self.first is None else [self.first]
+        process = self._process
         assert process.stdin is not None and process.stdout is not None  # they are pipes
-        pickle.dump(task, process.stdin)
-        process.stdin.flush()
-        return pickle.load(process.stdout)  # type: ignore[no-any-return]
+        for each in tasks:
+            pickle.dump(each, process.stdin)
+            process.stdin.flush()
+            reply = pickle.load(process.stdout)
+        return reply  # type: ignore[no-any-return]
 
     def kill(self) -> None:
         """Kill the process, if there is one. This is for another thread than that of `run`, whose task then fails."""
@@ -148,14 +157,11 @@ class Pool:
     Args:
         jobs: how many workers there are at most. A worker starts with a task for which the others have no time.
         make: makes a worker.
-        first: the task that a worker does before all others.
         idle_s: seconds after which a worker without tasks ends. None: never.
     """
 
-    def __init__(
-        self, jobs: int, make: Callable[[], Worker] = Worker, first: Task | None = None, idle_s: float | None = None
-    ) -> None:
-        self.jobs, self.make, self.first, self.idle_s = jobs, make, first, idle_s
+    def __init__(self, jobs: int, make: Callable[[], Worker] = Worker, idle_s: float | None = None) -> None:
+        self.jobs, self.make, self.idle_s = jobs, make, idle_s
         self.workers: dict[Worker, threading.Thread] = {}
         self._lock = threading.Lock()
         self._tasks: queue.SimpleQueue[tuple[Task, Future[Report]] | None] = queue.SimpleQueue()  # None: there are no more
@@ -182,11 +188,22 @@ class Pool:
             self._unfinished = {x for x in self._unfinished if not x.done()} | {future}
             self._tasks.put((task, future))
             if len(self.workers) < min(self.jobs if jobs is None else jobs, len(self._unfinished)):
-                worker = self.make()
-                thread = threading.Thread(target=self._work, args=(worker,), name="evoattn-worker", daemon=True)
-                self.workers[worker] = thread
-                thread.start()
+                self._start_worker()
         return future
+
+    def _start_worker(self) -> None:
+        """Start a worker. If there may be no more threads, the tasks that wait for the first one have failed."""
+        worker = self.make()
+        thread = threading.Thread(target=self._work, args=(worker,), name="evoattn-worker", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            while not self.workers and not self._tasks.empty():
+                given = self._tasks.get()
+                if given is not None and given[1].set_running_or_notify_cancel():
+                    given[1].set_result(Report(given[0], None, f"no worker could be started: {error}", 0.0))
+        else:
+            self.workers[worker] = thread
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Report]:
         """Yield the reports of tasks as they come in. The next task is drawn when a worker is free."""
@@ -205,8 +222,6 @@ class Pool:
 
     def _work(self, worker: Worker) -> None:
         """Give tasks to a worker, until there is none for too long."""
-        if self.first is not None:
-            worker.run(self.first)
         while True:
             try:
                 given = self._tasks.get(timeout=self.idle_s)

@@ -174,7 +174,7 @@ def has_hooks_inside(module: nn.Module) -> bool:
     for each in modules:
         if has_hooks(each):
             return True
-        for inner in each.__dict__["_modules"].values():
+        for inner in each._modules.values():  # not from __dict__: those of a traced module are elsewhere
             if inner is not None and id(inner) not in seen:
                 seen.add(id(inner))
                 modules.append(inner)

@@ -156,12 +156,14 @@ class TriangleAttention(PairLayer):
             q, k, v, bias = (y.transpose(-2, -3) for y in (q, k, v, bias))
         pair_bias = _pair_bias(bias, gather, transpose=transpose_bias)
         q, k, v = (heads(y, self.no_heads) for y in (q, k, v))
-        fuses = add_to is not None and gated.takes(x, g, mha.linear_o)
+        fuses = add_to is not None and gated.takes(x, g, mha.linear_o, (q, k, v, bias, mask))
         gate = None if across or fuses else heads(g, self.no_heads)
         o = attend(q, k, v, mask, pair_bias, gate, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
         o = o.transpose(-2, -3) if across else o
         if add_to is not None and fuses:
             result = gated.add_gated(x, o, g, mha.linear_o, in_place=add_to.in_place)
+            if add_to.in_place:
+                return z
             return result.transpose(-2, -3) if transposed else result
         update = mha.output(o, g if across else None)
         update = update.transpose(-2, -3) if transposed else update

@@ -74,7 +74,7 @@ class Packed:
     def __init__(self, weights: list[Tensor]) -> None:
         times = collections.Counter(map(id, weights))
         alone = [
-            i for i, x in enumerate(weights) if times[id(x)] == 1 and x.is_contiguous() and x.numel() and x.nbytes % 16 == 0
+            i for i, x in enumerate(weights) if times[id(x)] == 1 and x.is_contiguous() and x.numel() and x.nbytes % _UNIT == 0
         ]
         self._parts: list[tuple[Tensor, list[int]]] = []
         for dtype in dict.fromkeys(weights[i].dtype for i in alone):

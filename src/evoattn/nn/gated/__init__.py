@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,14 +21,19 @@ WIDEST = 128
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def takes(z: Tensor, g: Tensor, module: nn.Module) -> bool:
-    """Return whether `add_gated` computes a call, for an o of the dtype and shape of the gate g."""
+def takes(z: Tensor, g: Tensor, module: nn.Module, others: Sequence[Tensor | None] = ()) -> bool:
+    """Return whether `add_gated` computes a call, for an o of the dtype and shape of the gate g.
+
+    others: what o is made of. Each may want a gradient of its own, as under an adapter.
+    """
     if not is_linear(module) or not has_kernel(z) or not guards.only_computes():
         return False
     linear: Any = module
     weight, bias = linear.weight, linear.bias
     tensors = [x for x in (z, g, weight, bias) if x is not None]
-    if not guards.ordinary(tensors) or is_recorded(*tensors) or not z.is_contiguous() or not weight.is_contiguous():
+    if not guards.ordinary(tensors) or is_recorded(*tensors, *others):
+        return False
+    if not all(x is g or x.is_contiguous() for x in tensors):
         return False
     if g.dtype not in _HALVES or z.dtype not in (g.dtype, torch.float32) or weight.dtype not in (*_HALVES, torch.float32):
         return False

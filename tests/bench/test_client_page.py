@@ -147,6 +147,12 @@ def esmfold(monkeypatch: pytest.MonkeyPatch) -> Iterator[client_cases.Client]:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_left_to_clients_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own code computes small calls on a CPU as fast."""
+    monkeypatch.setattr("evoattn.clients.calls.few_on_cpu", lambda _: 0)
+
+
 def measured(client: client_cases.Client, dtypes: list[str]) -> list[dict[str, Any]]:
     """What the worker writes of 16 residues without chunks."""
     lines: list[Any] = []

@@ -65,7 +65,7 @@ class _Place:
 
 
 class Packed:
-    """The weights of a twin, moved into one tensor for each dtype. A launch fills that ten times as fast as each of them.
+    """The weights of a twin, moved into one tensor for each dtype, which one launch fills.
 
     Weights stay where they are that are not contiguous, are there twice, or are no multiple of 512 bytes: torch begins each
     tensor at one, and what kernels compute may depend on where a weight begins.

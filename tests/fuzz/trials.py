@@ -43,8 +43,7 @@ class Workers:
     def __init__(self, jobs: int, judge: str = JUDGE, limit_s: float = 120.0) -> None:
         self.judge = judge
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(max(1, (os.cpu_count() or 1) // jobs)))
-        first = processes.Task("tests.fuzz.judging")
-        self.pool = processes.Pool(jobs, lambda: _Worker(threads, limit_s), first)
+        self.pool = processes.Pool(jobs, lambda: _Worker(threads, limit_s))
 
     def __enter__(self) -> Workers:
         return self
@@ -65,7 +64,7 @@ class _Worker(processes.Worker):
     """A worker that starts a new process after an error of CUDA, which loses the context, and after `limit_s`."""
 
     def __init__(self, environment: Mapping[str, str], limit_s: float) -> None:
-        super().__init__(environment)
+        super().__init__(environment, first=processes.Task("tests.fuzz.judging"))
         self.limit_s = limit_s
 
     def run(self, task: processes.Task) -> processes.Report:

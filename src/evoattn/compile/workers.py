@@ -160,7 +160,7 @@ class Pool:
         idle_s: seconds after which a worker without tasks ends. None: never.
     """
 
-    def __init__(self, jobs: int, make: Callable[[], Worker] = Worker, idle_s: float | None = None) -> None:
+    def __init__(self, jobs: int, make: Callable[[], Worker] = Worker, *, idle_s: float | None = None) -> None:
         self.jobs, self.make, self.idle_s = jobs, make, idle_s
         self.workers: dict[Worker, threading.Thread] = {}
         self._lock = threading.Lock()

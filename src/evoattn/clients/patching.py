@@ -162,10 +162,11 @@ class Patch:
         if version is None:
             raise ImportError(f"{of.name} is not installed: no distribution {of.distribution} in this environment")
         there, lost = self._parts.get(of.name, set()) if self._calls else set(), self._lost()
-        new = {part: sites for part, sites in of.parts().items() if part in parts and part not in there}
+        every = of.parts(command=True)
+        new = {part: sites for part, sites in every.items() if part in parts and part not in there}
         for site in itertools.chain.from_iterable(new.values()):
             check_function(of, site)
-        for part, sites in of.parts().items():
+        for part, sites in every.items():
             again = [site for site in sites if site in lost and is_known(of, site)] if part in there else new.get(part)
             if again:
                 self._replace(of, part, again)

@@ -345,22 +345,24 @@ def test_another_transformer_is_left_to_the_client() -> None:
 @torch.no_grad()
 def test_a_step_on_a_gpu_is_no_further_from_float32_than_the_client(dtype: torch.dtype, samples: int) -> None:
     """The denoiser in the loop, recorded. Two samplings, of which the second records nothing."""
-    with torch.device("cuda"):
-        denoiser, make = rf3(torch.device("cuda"))
+    device = torch.device("cuda")
+    denoiser, make = rf3(device)
 
-        def run(kind: torch.dtype) -> dict[str, Any]:
-            for x in denoiser.modules():
-                vars(x).update({"force_bfloat16": kind == torch.bfloat16} if hasattr(x, "force_bfloat16") else {})
-            torch.manual_seed(4)
-            with torch.autocast("cuda", kind, enabled=kind != torch.float32):
-                return make(samples, 40)()  # type: ignore[no-any-return]
+    def run(kind: torch.dtype) -> dict[str, Any]:
+        for x in denoiser.modules():
+            vars(x).update({"force_bfloat16": kind == torch.bfloat16} if hasattr(x, "force_bfloat16") else {})
+        with device:
+            sampling = make(samples, 40)
+        torch.manual_seed(4)
+        with torch.autocast("cuda", kind, enabled=kind != torch.float32):
+            return sampling()  # type: ignore[no-any-return]
 
-        true, plain = run(torch.float32), run(dtype)
-        with evoattn.patch("rf3", graphs=True) as patched:
-            results = [run(dtype) for _ in range(2)]
-        (reasons,) = (x for site, x in patched.steps.items() if site.endswith("DiffusionModule.forward"))
-        assert reasons == {"": 2 * STEPS - 3, FIRST: 3}
-        name = "X_denoised_L_traj"
-        for result in results:
-            errors = [torch.tensor([error(x, y) for x, y in zip(y[name], true[name], strict=True)]) for y in (result, plain)]
-            assert errors[0].mean() <= max(1.5 * errors[1].mean(), 1e-5)
+    true, plain = run(torch.float32), run(dtype)
+    with evoattn.patch("rf3", graphs=True) as patched:
+        results = [run(dtype) for _ in range(2)]
+    (reasons,) = (x for site, x in patched.steps.items() if site.endswith("DiffusionModule.forward"))
+    assert reasons == {"": 2 * STEPS - 3, FIRST: 3}
+    name = "X_denoised_L_traj"
+    for result in results:
+        errors = [torch.tensor([error(x, y) for x, y in zip(y[name], true[name], strict=True)]) for y in (result, plain)]
+        assert errors[0].mean() <= max(1.5 * errors[1].mean(), 1e-5)

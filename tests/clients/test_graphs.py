@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from evoattn.clients.graphs import FIRST, call_kinds, recorder, trees
+from evoattn.core import guards
 from tests.clients.recording import Watched, draw, recordings, times
 
 
@@ -141,6 +145,26 @@ def test_a_number_that_code_writes_into_a_tensor_is_recorded() -> None:
         recorder.scout(lambda: x[:2].fill_(elsewhere), x.device)
     with pytest.raises(trees.NotCaptured, match="another device"):
         recorder.scout(lambda: torch.tensor(1.0) + 1, x.device)
+
+
+def test_a_look_at_a_call_sees_the_kernels_of_its_recording() -> None:
+    """A call that torch has to see may launch others, which would be compiled for the look alone. Plans are on meta."""
+    seen = []
+
+    def run() -> None:
+        seen.append(guards.only_computes())
+        torch.empty(3, device="meta").new_zeros(2)
+        with TorchFunctionMode():
+            seen.append(guards.only_computes())
+        with guards.Onlooker():
+            seen.append(guards.only_computes())
+
+    for precision, inference in itertools.product((None, torch.bfloat16), (False, True)):
+        with torch.inference_mode(inference), torch.autocast("cpu", precision, enabled=precision is not None):
+            recorder.scout(run, torch.device("cpu"))
+            with TorchDispatchMode():
+                seen.append(guards.only_computes())
+    assert seen == [True, False, False, False] * 4
 
 
 @pytest.mark.parametrize(
@@ -292,8 +316,9 @@ def test_a_recording_that_is_not_faster_is_not_used(watched: Watched) -> None:
 def test_a_look_at_a_step_does_not_import_torchs_compiler() -> None:
     """It takes seconds, in the first prediction of each process."""
     code = (
-        "import sys, torch; from evoattn.clients.graphs.recorder import scout; x = torch.ones(3)\n"
-        "scout(lambda: torch.softmax(x, -1), x.device); print('torch._dynamo' in sys.modules)"
+        "import sys, torch; from evoattn.clients.graphs.recorder import scout; from evoattn.core import guards\n"
+        "x = torch.ones(3); scout(lambda: torch.softmax(x, -1) if guards.only_computes() else 1 / 0, x.device)\n"
+        "print('torch._dynamo' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -22,7 +22,7 @@ def filled(device: torch.device, kind: Callable[..., nn.Module], *arguments: Any
     with torch.no_grad():
         module = kind(*arguments, **named)
         for x in module.parameters():
-            x.copy_(0.3 * torch.randn(x.shape, generator=generator))
+            x.copy_(0.3 * torch.randn(x.shape, generator=generator, device="cpu"))
     return module.to(device).eval()
 
 

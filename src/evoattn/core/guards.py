@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 
@@ -37,6 +38,8 @@ _PRIVATE = (
     "_dispatch_keys",
     "_dispatch_tls_local_include_set",
     "_dispatch_tls_local_exclude_set",
+    "_get_dispatch_stack_at",
+    "_len_torch_dispatch_stack",
     "_len_torch_function_stack",
     "_dynamo.guards.TensorGuards",
 )
@@ -131,6 +134,8 @@ def autocasts() -> bool | None:
     """Return whether autocast is on; None in a state in which an operator would do more than compute."""
     state = _state()
     casts = _states().get(state)
+    if casts is None and _is_only_watched():
+        return _states_if_watched().get(state)
     if casts is None and torch._C._current_graph_task_id() != -1:  # a backward runs in this thread
         casts = _states_in_backward().get(state)
     return casts
@@ -153,6 +158,37 @@ def _states() -> dict[tuple[int, int], bool]:
     def ask() -> None:
         for inference in (False, True):
             with torch.inference_mode(inference):
+                _note_states(states)
+
+    _in_a_new_thread(ask)
+    return states
+
+
+class Onlooker(TorchDispatchMode):
+    """A mode that looks at torch's operations and changes none. It need not see ours: calls compute as they do without it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False. Else torch imports its compiler at the first operation, which takes 2 s. Nothing is compiled here."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _is_only_watched() -> bool:
+    """Return whether the one dispatch mode of this thread is an `Onlooker`."""
+    return torch._C._len_torch_dispatch_stack() == 1 and isinstance(torch._C._get_dispatch_stack_at(0), Onlooker)
+
+
+@functools.cache
+def _states_if_watched() -> dict[tuple[int, int], bool]:
+    """Return the states of a new thread with an `Onlooker`, and whether autocast is on in each."""
+    states: dict[tuple[int, int], bool] = {}
+
+    def ask() -> None:
+        for inference in (False, True):
+            with torch.inference_mode(inference), Onlooker():  # type: ignore[no-untyped-call]
                 _note_states(states)
 
     _in_a_new_thread(ask)
@@ -240,5 +276,5 @@ def only_computes() -> bool:
 
 def forget_torch() -> None:
     """Drop what torch's internals have told."""
-    for answers in (_states, _states_in_backward, _keys_of_new):
+    for answers in (_states, _states_if_watched, _states_in_backward, _keys_of_new):
         answers.cache_clear()

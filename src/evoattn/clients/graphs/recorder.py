@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from evoattn.clients.graphs.trees import NotCaptured
-from evoattn.core import keeping
+from evoattn.core import guards, keeping
 from evoattn.core.numerics import float32_products
 
 
@@ -216,20 +215,16 @@ def scout(run: Callable[[], Any], device: torch.device, draws: bool = False) -> 
         raise NotCaptured("it draws random numbers")
 
 
+_META = torch.device("meta")
 _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-class _Scout(TorchDispatchMode):
-    """Raises at the first operation that a graph cannot repeat.
+class _Scout(guards.Onlooker):
+    """Raises at the first operation that a graph cannot repeat. Calls launch the kernels that the recording launches.
 
     A number that code writes into a tensor, as `x[0] = 1` does, comes as a tensor on the CPU. The kernel gets it by value, so a
     graph repeats it.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False. Else torch imports its compiler at the first operation, which takes 2 s. Nothing is compiled here."""
-        return False
 
     def __init__(self, device: torch.device, draws: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -261,7 +256,8 @@ class _Scout(TorchDispatchMode):
             tensors = tensors[:1]
         # What an attention returns of its random numbers, which it did not draw, may lie on the CPU.
         results = [] if "dropout_p" in _names(func) else _pytree.tree_leaves(result)
-        if any(x.device != self._device for x in (*tensors, *results) if isinstance(x, Tensor)):
+        devices = {x.device for x in (*tensors, *results) if isinstance(x, Tensor)}
+        if devices not in (set(), {self._device}, {_META}):  # plans are made of tensors without memory
             raise NotCaptured(f"it computes on another device ({func})")
         return result
 

@@ -22,7 +22,7 @@ from evoattn.bench import machine
 from evoattn.bench.memory import release
 from evoattn.clients.patching import NAMES, client
 from evoattn.core.devices import installed_version
-from evoattn.core.numerics import PRECISIONS
+from evoattn.core.precisions import PRECISIONS
 
 __all__ = ["INSTALLED", "WAYS", "Case", "Way", "begun", "each_way", "keep", "left_out", "line", "options", "peak", "used"]
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from evoattn.bench import machine
-from evoattn.core.numerics import PRECISIONS
+from evoattn.core.precisions import PRECISIONS
 
 SHORT = 8
 """Steps of the prediction that compiles: a denoiser's graph is recorded at the second and used from the fourth on."""

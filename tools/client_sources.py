@@ -3,8 +3,8 @@
 import json
 import sys
 
-from evoattn.clients.patching import client
-from evoattn.clients.releases import SOURCES, digest, sources
+from evoattn.clients.registry import SOURCES, client, sources
+from evoattn.clients.releases import digest
 
 
 def main(names: list[str]) -> None:

@@ -55,11 +55,11 @@ def long(x):
 PREPARE = """
 import evoattn.clients.calls, evoattn.clients.patching, evoattn.clients.releases, torch
 evoattn.clients.calls.few_on_cpu = lambda _: 0
-from evoattn.clients.releases import sources
+from evoattn.clients.registry import client, sources
 evoattn.clients.__path__.append({folder!r})
 evoattn.clients.patching.NAMES = ("toy",)
-from evoattn.clients.toy import CLIENTS
-sources()["toy"] = {{"1.0": {{str(site): {known} for site in CLIENTS["toy"].sites}}}}
+of = client("toy")
+sources()["toy"] = {{"1.0": {{str(site): {known} for site in (*of.sites, *of.layers, *of.steps)}}}}
 x = torch.randn(1, 2, 5, 8)
 """
 KNOWN = "max(evoattn.clients.releases.digests_in_file(site))"

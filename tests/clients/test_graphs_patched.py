@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 import evoattn
 from evoattn.clients import graphs, patching
-from evoattn.clients.graphs import ELSEWHERE, FIRST
+from evoattn.clients.graphs import FIRST
 from evoattn.clients.graphs.recorder import modes
-from evoattn.clients.releases import digest, sources
-from evoattn.clients.site import TRANSFORMER, Client, Count, Site
+from evoattn.clients.kinds import ELSEWHERE, TRANSFORMER
+from evoattn.clients.registry import sources
+from evoattn.clients.releases import digest
+from evoattn.clients.site import Client, Count, Site
 from evoattn.core import keeping
 from tests.clients.recording import Block, Denoiser, Trunk, draw
 from tests.helpers.recorders import Traced

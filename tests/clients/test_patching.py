@@ -13,7 +13,7 @@ from torch import Tensor
 import evoattn
 import evoattn.nn
 from evoattn.clients import patching
-from evoattn.clients.releases import sources
+from evoattn.clients.registry import sources
 from evoattn.clients.site import Client
 from tests.clients.toy import SITES, Z, function_at
 

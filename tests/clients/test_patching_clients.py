@@ -16,7 +16,8 @@ from evoattn.clients import boltz, patching, releases
 from evoattn.clients import calls as shared
 from evoattn.clients import layers as client_layers
 from evoattn.clients.calls import additive, is_float32_on_gpu, kernel, residues
-from evoattn.clients.releases import digest, digests_in_file, sources
+from evoattn.clients.registry import sources
+from evoattn.clients.releases import digest, digests_in_file
 from evoattn.clients.site import Count, Site, repeated
 
 

@@ -10,10 +10,10 @@ import evoattn
 import evoattn.nn
 from evoattn.clients import layers, patching
 from evoattn.clients.blocks import KnownBlock
+from evoattn.clients.kinds import KINDS, in_words
 from evoattn.clients.layers import layer
-from evoattn.clients.registry import known
-from evoattn.clients.releases import sources
-from evoattn.clients.site import KINDS, Count, in_words
+from evoattn.clients.registry import known, sources
+from evoattn.clients.site import Count
 from tests.clients.toy import Z
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from evoattn.cli import main, run
-from evoattn.clients import running
+from evoattn.clients import parent, running
+from evoattn.clients.registry import NAMES
 from tests.clients.program import TOY, Program
 
 
@@ -66,9 +67,6 @@ def test_layers_are_watched_too(program: Program, capfd: pytest.CaptureFixture[s
         "class Block:\n    def forward(self, x):\n        return 'theirs'\n"
     )
     program.write("from toy_client.blocks import Block\nprint(Block().forward(x))")
-    path = program.folder / "program.py"
-    sites = 'CLIENTS["toy"].sites'
-    path.write_text(path.read_text().replace(sites, f'{sites} + CLIENTS["toy"].layers'))
     assert program.run("--no-layers", "python", "program.py")[:2] == (0, "theirs\n")
     assert program.run("python", "program.py")[:2] == (0, "ours\n")
 
@@ -79,7 +77,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def wait(command: list[str], environment: dict[str, str]) -> int:
-        found.update(json.loads(environment[running.VARIABLE]))
+        found.update(json.loads(environment[parent.VARIABLE]))
         return 0
 
     monkeypatch.setattr(run, "_wait", wait)
@@ -89,7 +87,28 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(("options", "graphs"), [((), True), (("--no-graphs",), False)])
 def test_steps_are_recorded_by_default(options: tuple[str, ...], graphs: bool, told: dict[str, Any]) -> None:
     assert main(["run", "--no-layers", *options, "python"]) == 0
-    assert told["options"]["graphs"] is graphs and ("boltz.model.modules.diffusionv2" in told["modules"]) is graphs
+    assert told["options"]["graphs"] is graphs
+
+
+def test_every_module_of_a_client_is_watched() -> None:
+    for name in NAMES:
+        watched = {module for module, names in parent.modules().items() if name in names}
+        modules = running.modules_of(name, True, True)
+        assert modules and running.modules_of(name, False, False) <= modules <= watched
+
+
+def test_a_program_starts_before_torch_is_imported() -> None:
+    """It takes seconds, and the program imports it itself."""
+    code = (
+        "import sys; sys.argv = [{argv}]\n"
+        "from evoattn.cli import main, run; from evoattn.clients import parent\n"
+        "run._wait = lambda command, environment: print(parent.VARIABLE in environment, 'torch' in sys.modules) or 0\n"
+        "import evoattn; main(sys.argv[1:]); print(evoattn.backends.__module__, evoattn.patch.__module__)"
+    )
+    for program, imported in (("evoattn", False), ("other", True)):
+        text = code.format(argv=f"'/bin/{program}', 'run', 'python'")
+        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+        assert done.stdout.splitlines() == [f"True {imported}", "evoattn.api evoattn.clients.patching"], done.stderr
 
 
 @pytest.mark.slow
@@ -109,9 +128,6 @@ def test_steps_of_the_toy(program: Program, options: tuple[str, ...]) -> None:
         print(active["toy"].steps if "toy" in active else None)
         """
     )
-    path = program.folder / "program.py"
-    sites = 'CLIENTS["toy"].sites'
-    path.write_text(path.read_text().replace(sites, f'{sites} + CLIENTS["toy"].steps'))
     status, out, last = program.run(*options, "python", "program.py")
     counted = "{'toy_client.denoiser:Denoiser.forward': {'': 0, 'not on a GPU': 1}}"
     assert (status, out.strip()) == (0, "None" if options else counted), last
@@ -151,12 +167,12 @@ def test_the_line_names_a_precision(tmp_path: pathlib.Path) -> None:
     tally = running.Tally(tmp_path)
     tally.add("patched", "boltz", "2.2.1")
     tally.add("call", "boltz", "", "pair block")
-    assert "exact" not in running.summary(tmp_path, ("boltz",))
-    line = running.summary(tmp_path, ("boltz",), "bf16")
+    assert "exact" not in parent.summary(tmp_path, ("boltz",))
+    line = parent.summary(tmp_path, ("boltz",), "bf16")
     assert "; bf16 in no call, because it is that of diffusion transformers sampled in float32 on a GPU" in line
     for _ in range(1200):
         tally.add("call", "boltz", "", "diffusion transformer")
-    line = running.summary(tmp_path, ("boltz",), "bf16")
+    line = parent.summary(tmp_path, ("boltz",), "bf16")
     assert "; bf16 in 1,200 diffusion transformers, and the client's own precision in all other calls" in line
 
 
@@ -167,7 +183,7 @@ def test_the_line_about_steps(tmp_path: pathlib.Path) -> None:
         tally.add("step", "boltz", "")
     for reason in ("among the first calls of their kind", "among the first calls of their kind", "not on a GPU"):
         tally.add("step", "boltz", reason)
-    line = running.summary(tmp_path, ("boltz",))
+    line = parent.summary(tmp_path, ("boltz",))
     expected = "; 1,500 steps and blocks replayed as CUDA graphs and 2 not (2 among the first calls of their kind)"
     assert line.endswith(expected)
 
@@ -180,7 +196,7 @@ def test_the_line_names_what_was_computed(tmp_path: pathlib.Path) -> None:
         for _ in range(calls):
             tally.add("call", "boltz", "", kind)
             tally.add("call", "boltz", "too long", kind)
-    assert running.summary(tmp_path, ("boltz",)) == (
+    assert parent.summary(tmp_path, ("boltz",)) == (
         "37 attention calls, 3 triangle multiplications, 1 transition and 2 pair blocks of boltz 2.2.1 computed by evoattn on "
         "tiled; 37 attention calls, 3 triangle multiplications, 1 transition and 2 pair blocks by the original: too long"
     )
@@ -237,8 +253,8 @@ def test_an_environment_without_evoattn_is_named(tmp_path: pathlib.Path) -> None
     for name, text in (("watched", ""), ("evoattn", "raise ImportError('not here')")):
         (tmp_path / f"{name}.py").write_text(text)
     for folder in (tmp_path, tmp_path / "gone", None):  # a child may outlive the run, and its folder
-        told = running.environment(folder, {"watched": ["boltz"]})[running.VARIABLE]
-        environment = {"EVOATTN_RUN": told, "PYTHONPATH": f"{running.STARTUP}{os.pathsep}{tmp_path}"}
+        told = parent.environment(folder, {"watched": ["boltz"]})[parent.VARIABLE]
+        environment = {"EVOATTN_RUN": told, "PYTHONPATH": f"{parent.STARTUP}{os.pathsep}{tmp_path}"}
         subprocess.run([sys.executable, "-c", "import watched"], env=environment, check=True, cwd=tmp_path)
     (lost,) = tmp_path.glob("*.lost")
     assert "cannot import evoattn" in lost.read_text()
@@ -252,7 +268,7 @@ def test_counts_of_a_folder_that_is_gone_are_dropped(tmp_path: pathlib.Path) -> 
     for x in range(1100):  # more names than there is room for
         kept.add("call", str(x))
         kept.add("call", "0")
-    totals = running.totals(tmp_path)
+    totals = parent.totals(tmp_path)
     assert totals["call", "0"] == 1101 and len(totals) == 1024
 
 
@@ -265,7 +281,7 @@ def test_a_fork_counts_for_itself(tmp_path: pathlib.Path) -> None:
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    assert running.totals(tmp_path) == {("before",): 1, ("of the child",): 5, ("of the parent",): 7}
+    assert parent.totals(tmp_path) == {("before",): 1, ("of the child",): 5, ("of the parent",): 7}
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from evoattn.cli import main, run
-from evoattn.clients import running
+from evoattn.clients import parent, running
 from tests.clients.program import Program
 
 WITHOUT = "env={name: text for name, text in os.environ.items() if name != 'PYTHONPATH'}"
@@ -22,28 +22,28 @@ def test_a_worker_with_a_clean_environment_is_not_denied(program: Program) -> No
     )
     status, out, line = program.run()
     assert (status, out) == (0, "1\n")
-    command = running._shown(f"{shutil.which('python', path=os.path.dirname(sys.executable))} program.py")
+    command = parent._shown(f"{shutil.which('python', path=os.path.dirname(sys.executable))} program.py")
     assert line == (
         "evoattn run: nothing was patched: no attention of toy was imported in the Python process that read evoattn's start-up "
-        f"file ({command}). {running.UNREAD}"
+        f"file ({command}). {parent.UNREAD}"
     )
 
 
 def test_processes_that_read_the_file_are_named(tmp_path: pathlib.Path) -> None:
     for number, command in enumerate(("python launch.py", "python\n\x1b[31m worker.py", "python " + "x " * 99, "4", "5")):
-        (tmp_path / f"{number}{running.BEGAN}").write_text(command)
-        os.utime(tmp_path / f"{number}{running.BEGAN}", (number, number))
-    line = running.summary(tmp_path, ("boltz", "esmfold"))
+        (tmp_path / f"{number}{parent.BEGAN}").write_text(command)
+        os.utime(tmp_path / f"{number}{parent.BEGAN}", (number, number))
+    line = parent.summary(tmp_path, ("boltz", "esmfold"))
     assert "in the 5 Python processes that read evoattn's start-up file (python launch.py; python ?[31m worker.py; " in line
-    assert line.endswith(f"x ...; 2 more). {running.UNREAD}")
+    assert line.endswith(f"x ...; 2 more). {parent.UNREAD}")
     running.Tally(tmp_path).add("patched", "boltz", "2.2.1")
-    line = running.summary(tmp_path, ("boltz",))
+    line = parent.summary(tmp_path, ("boltz",))
     assert line.startswith("boltz 2.2.1 patched, but no attention was called in the 5 Python processes that read")
 
 
 def test_a_folder_that_the_program_removed_is_named(tmp_path: pathlib.Path) -> None:
     gone = tmp_path / "gone"
-    line = running.summary(gone, ("boltz",))
+    line = parent.summary(gone, ("boltz",))
     assert line.startswith(f"nothing was counted: the program removed {gone}. A Python process that")
 
 

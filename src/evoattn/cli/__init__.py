@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import io
 import sys
 
 from evoattn._version import __version__
-from evoattn.cli import bench, doctor, run, tune, warm
 from evoattn.cli.terminal import Parser, RefusedError, tell, write_no_more
 
 _ABOUT = """\
@@ -28,17 +28,19 @@ bad input or a missing extra; 130 interrupted
 """
 
 
-_COMMANDS = {"doctor": doctor, "run": run, "warm": warm, "bench": bench, "tune": tune}
-"""Each module has its texts `HELP`, `ABOUT` and `EPILOG`, the functions `add_options` and `run`."""
+_COMMANDS = ("doctor", "run", "warm", "bench", "tune")
+"""The module of each has its texts `HELP`, `ABOUT` and `EPILOG`, the functions `add_options` and `run`."""
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
-def _parser() -> Parser:
+def _parser(first: str) -> Parser:
+    """The parser. If the first argument is a command, no other is imported: all but `run` import torch, which takes seconds."""
     parser = Parser(prog="evoattn", description=_ABOUT, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"evoattn {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, command in _COMMANDS.items():
+    for name in [first] if first in _COMMANDS else _COMMANDS:
+        command = importlib.import_module(f"evoattn.cli.{name}")
         one = commands.add_parser(name, help=command.HELP, description=command.ABOUT, epilog=command.EPILOG)
         one.set_defaults(run=command.run, parser=one)
         command.add_options(one)
@@ -54,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a ± is a question mark where the terminal has no such letter
     try:
-        arguments, unknown = _parser().parse_known_args(argv)
+        given = sys.argv[1:] if argv is None else argv
+        arguments, unknown = _parser(given[0] if given else "").parse_known_args(given)
         if unknown:
             arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     except SystemExit as stop:

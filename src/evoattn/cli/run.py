@@ -17,10 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 from evoattn.cli.terminal import RefusedError, tell
-from evoattn.clients import running
-from evoattn.clients.patching import NAMES, check_reach, client
-from evoattn.clients.releases import UnknownRelease, check_files
-from evoattn.core.numerics import PRECISIONS
+from evoattn.clients import parent
+from evoattn.clients.registry import NAMES, client
+from evoattn.core.precisions import PRECISIONS
 
 HELP = "a program with its attention computed by evoattn"
 
@@ -98,26 +97,30 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the program, tell which calls evoattn computed, and end as it ended."""
     command = _command(arguments)
     names = tuple(arguments.patch or NAMES)
-    for program_client in map(client, arguments.patch or ()):
-        if program_client.installed is None:
-            raise RefusedError(f"{program_client.name} is not installed here: no distribution {program_client.distribution}")
-        try:
-            check_files(program_client)
-        except UnknownRelease as error:
-            raise RefusedError(str(error)) from error
-    try:
-        check_reach(arguments.precision, names, arguments.layers, arguments.graphs)
-    except ValueError as error:
-        raise RefusedError(str(error)) from error
+    if arguments.patch or arguments.precision != "exact":
+        _check(arguments, names)
+    options = {name: getattr(arguments, name) for name in ("layers", "graphs", "precision", "wait")}
     with contextlib.ExitStack() as at_end:
         folder, why = _folder(at_end)
-        more = {"layers": arguments.layers, "graphs": arguments.graphs}
-        watched = running.modules(names, **more)
-        asked = running.environment(folder, watched, **more, precision=arguments.precision, wait=arguments.wait)
-        status = _wait(command, asked)
-        line = f"calls were not counted: {why}" if folder is None else running.summary(folder, names, arguments.precision)
+        status = _wait(command, parent.environment(folder, parent.modules(names), **options))
+        line = f"calls were not counted: {why}" if folder is None else parent.summary(folder, names, arguments.precision)
         tell(f"evoattn run: {line}")
     return status if status >= 0 else _die_of(-status)
+
+
+def _check(arguments: argparse.Namespace, names: tuple[str, ...]) -> None:
+    """Refuse clients that are not installed or not known, and a precision that nothing would have."""
+    from evoattn.clients.patching import check_reach
+    from evoattn.clients.releases import UnknownRelease, check_files
+
+    try:
+        for asked in map(client, arguments.patch or ()):
+            if asked.installed is None:
+                raise RefusedError(f"{asked.name} is not installed here: no distribution {asked.distribution}")
+            check_files(asked)
+        check_reach(arguments.precision, names, arguments.layers, arguments.graphs)
+    except (UnknownRelease, ValueError) as error:
+        raise RefusedError(str(error)) from error
 
 
 def _folder(at_end: contextlib.ExitStack) -> tuple[pathlib.Path | None, str]:

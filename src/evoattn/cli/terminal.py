@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
-
-import torch
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from evoattn.compile import cache
+
+if TYPE_CHECKING:
+    import torch
 
 
 class RefusedError(Exception):
@@ -94,6 +95,8 @@ def pick(name: str) -> torch.device:
     Raises:
         RefusedError: there is no GPU that torch can use.
     """
+    import torch  # `evoattn run` starts its program without it
+
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
         raise RefusedError("--device cuda: torch finds no GPU here; expected one, or --device cpu (evoattn doctor tells more)")

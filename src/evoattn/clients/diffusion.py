@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from evoattn.clients import graphs
 from evoattn.clients.arguments import ClientsOwn, UnknownArgument
+from evoattn.clients.kinds import TRANSFORMER
 from evoattn.clients.known import KnownLayer, share
 from evoattn.clients.layers import layer
-from evoattn.clients.site import TRANSFORMER, Count, PassedOn, Site
+from evoattn.clients.site import Count, PassedOn, Site
 from evoattn.core import attempts
 from evoattn.core.keeping import fact, keeps, made_once
 from evoattn.nn import diffusion_steps

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from evoattn.clients import arguments
 from evoattn.clients.arguments import forwards
-from evoattn.clients.site import KINDS
+from evoattn.clients.kinds import KINDS
 from evoattn.nn.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttentionWithPairBias
 from evoattn.nn.multiplication import JoinedTriangleMultiplication, TriangleMultiplication, split_joined
 from evoattn.nn.transition import Transition

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from evoattn.clients import graphs as recorded
+from evoattn.clients.kinds import KINDS, in_words, precision_in_words
 from evoattn.clients.loading import load_ahead
 from evoattn.clients.registry import NAMES, client
 from evoattn.clients.releases import UnknownRelease, check_files, check_function, is_known
-from evoattn.clients.site import KINDS, Client, Count, Site, in_words, precision_in_words
+from evoattn.clients.site import Client, Count, Site
 from evoattn.core.devices import installed
-from evoattn.core.numerics import check_precision
+from evoattn.core.precisions import check_precision
 
 __all__ = ["NAMES", "Patch", "active", "client", "patch", "patch_as_imported"]
 

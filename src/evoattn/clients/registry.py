@@ -1,8 +1,14 @@
-"""The clients that evoattn knows, and their layers and blocks. Each client has a file of this folder, or shares one."""
+"""The clients that evoattn knows, and their layers and blocks. Each client has a file of this folder, or shares one.
+
+Only what imports a client's file imports torch.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import json
+import pathlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,12 +19,21 @@ if TYPE_CHECKING:
 NAMES = ("alphafold3_pytorch", "boltz", "boltzgen", "esmfold", "opendde", "openfold", "openfold3", "protenix", "rf3")
 """Clients that `patch` knows."""
 
+SOURCES = pathlib.Path(__file__).with_name("sources.json")
+
 _FILES = {"boltzgen": "boltz", "opendde": "protenix"}
 
 
 def client(name: str) -> Client:
     module = importlib.import_module(f"evoattn.clients.{_FILES.get(name, name)}")
     return module.CLIENTS[name]  # type: ignore[no-any-return]
+
+
+@functools.cache
+def sources() -> dict[str, dict[str, dict[str, str]]]:
+    """Digests of the functions of the releases that are known, by client, release and site."""
+    digests: dict[str, dict[str, dict[str, str]]] = json.loads(SOURCES.read_text())
+    return digests
 
 
 _known: dict[str, KnownLayer | KnownBlock] = {}

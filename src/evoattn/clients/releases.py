@@ -6,33 +6,23 @@
 from __future__ import annotations
 
 import ast
-import functools
 import hashlib
 import importlib.machinery
 import importlib.util
 import inspect
-import json
 import pathlib
 import textwrap
 import tokenize
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from evoattn.clients.registry import sources
 from evoattn.clients.site import Client, Site
 from evoattn.core.own_code import is_from
-
-SOURCES = pathlib.Path(__file__).with_name("sources.json")
 
 
 class UnknownRelease(RuntimeError):  # noqa: N818
     """A client's code is not the code that the patch was written for."""
-
-
-@functools.cache
-def sources() -> dict[str, dict[str, dict[str, str]]]:
-    """Digests of the functions of the releases that are known, by client, release and site."""
-    known: dict[str, dict[str, dict[str, str]]] = json.loads(SOURCES.read_text())
-    return known
 
 
 def digest(function: Callable[..., Any]) -> str:

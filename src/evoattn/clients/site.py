@@ -7,11 +7,12 @@ import contextlib
 import contextvars
 import dataclasses
 import importlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from evoattn.clients.kinds import KINDS, TRANSFORMER
 from evoattn.core import attempts, keeping
 from evoattn.core.devices import installed_version
 from evoattn.dispatch.distributed import is_distributed
@@ -224,33 +225,6 @@ def repeated() -> Iterator[None]:
 def is_repeated() -> bool:
     """Return whether the call is one inside `repeated`."""
     return _repeated.get()
-
-
-TRANSFORMER = "diffusion transformer"
-"""The kind of calls that have the precision of a patch."""
-
-KINDS = ("attention call", "triangle multiplication", "transition", "pair block", TRANSFORMER)
-"""Kinds of calls that are counted. A layer with an attention is an attention call; a block has several layers."""
-
-
-def in_words(calls_by_kind: Mapping[str, int]) -> str:
-    """Tell how many calls of each kind there were, as "2 attention calls and 1 pair block"; "" if there were none."""
-    parts = [f"{calls:,} {kind}{'s' if calls != 1 else ''}" for kind in KINDS if (calls := calls_by_kind.get(kind, 0))]
-    return joined(parts)
-
-
-def precision_in_words(precision: str, calls_by_kind: Mapping[str, int]) -> str:
-    """Tell which calls had a precision that a patch was asked for."""
-    calls = {TRANSFORMER: calls_by_kind.get(TRANSFORMER, 0)}
-    if not calls[TRANSFORMER]:
-        return f"{precision} in no call, because it is that of diffusion transformers sampled in float32 on a GPU"
-    return f"{precision} in {in_words(calls)}, and the client's own precision in all other calls"
-
-
-def joined(parts: Sequence[str]) -> str:
-    """Join words as in a sentence."""
-    *first, last = parts or [""]
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 Replace = Callable[[Callable[..., Any], Count], Callable[..., Any]]

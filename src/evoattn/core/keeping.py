@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from evoattn.core import attempts
-from evoattn.core.numerics import check_precision
+from evoattn.core.precisions import check_precision
 
 Made = TypeVar("Made")
 

@@ -39,17 +39,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-PRECISIONS = ("exact", "tf32", "bf16")
-"""Names of the precisions of a sampling (`core.keeping.sampling`)."""
-
 _products: contextvars.ContextVar[str | None] = contextvars.ContextVar("products", default=None)
-
-
-def check_precision(precision: str) -> None:
-    """Raise ValueError unless this is the name of a precision."""
-    if precision not in PRECISIONS:
-        first, *others = map(repr, PRECISIONS)
-        raise ValueError(f"precision must be {', '.join([first, *others[:-1]])} or {others[-1]}, got {precision!r}")
 
 
 def float32_products() -> str:

@@ -30,11 +30,11 @@ from torch import nn
 from evoattn.clients.calls import residues
 from evoattn.clients.graphs.recorder import Recorder
 from evoattn.clients.graphs.states import Values
-from evoattn.clients.graphs.steps import ELSEWHERE, FIRST, Run, Steps, current
+from evoattn.clients.graphs.steps import FIRST, Run, Steps, current
 from evoattn.clients.site import Count, Site, named
 from evoattn.core import keeping
 
-__all__ = ["ELSEWHERE", "FIRST", "Steps", "blocks", "in_loop", "loop", "release", "step", "whole"]
+__all__ = ["FIRST", "Steps", "blocks", "in_loop", "loop", "release", "step", "whole"]
 
 _MOST = 512
 """Residues up to which blocks are recorded: the GPU sets the pace of more. A guess."""

@@ -21,15 +21,13 @@ from evoattn.clients.graphs.call_kinds import MOST_COPIED, Call, CallKind
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import Recorder
 from evoattn.clients.graphs.trees import NotCaptured, Spec, flat, same_bits
+from evoattn.clients.kinds import ELSEWHERE
 from evoattn.clients.site import Count, is_taped, repeated
 from evoattn.core import guards, keeping
 from evoattn.dispatch.axes import narrow_expanded
 
 FIRST = "among the first calls of their kind"
 """The reason for calls that were not replayed, but may be the next time."""
-
-ELSEWHERE = "not on a GPU"
-"""The reason for calls that were not replayed on a machine without a GPU."""
 
 _RECORDED = 4
 """Recordings kept for one function. Each has a memory pool, with the weights as autocast casts or as layers split them."""

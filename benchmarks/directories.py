@@ -34,6 +34,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import case_records
+import torch
+
+from evoattn.bench import machine
+from evoattn.core.devices import installed_version
+
 sys.path.append(str(Path(__file__).parents[1] / "tools"))  # `clients` is there
 
 WAYS = ("as installed", "bare", "kept")
@@ -75,8 +81,6 @@ def prepare(files: Path, narrow: bool, device: str) -> None:
     """Write the chemical components and the checkpoint, unless they are there."""
     if (files / "mols").exists() and (files / "boltz2_conf.ckpt").exists():
         return
-    import torch
-
     whole: Any = importlib.import_module("clients.whole.boltz")  # imports Boltz
     files.mkdir(parents=True, exist_ok=True)
     if not (files / "mols").exists():
@@ -203,6 +207,17 @@ def lines(record: dict[str, Any]) -> Iterator[str]:
     yield from (f"    {line}" for line in (record["report"], *record.get("printed", ())) if line)
 
 
+SETTINGS = ("inputs", "lengths", "rows", "steps", "recycles", "kernels", "narrow")
+"""Options that tell a case of a record from others of its way."""
+
+
+def begun(path: Path | None, device: torch.device, commit: str | None) -> dict[str, Any]:
+    """The record in a file, if there is one, or a fresh one."""
+    facts = {key: value for key, value in machine.facts(device, commit).items() if value is not None}
+    programs = {"boltz": installed_version("boltz")}
+    return case_records.begun(path, {"schema": 1, "machine": facts, "programs": programs, "cases": []})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=40, metavar="N", help="proteins (default: 40)")
@@ -219,25 +234,26 @@ def main() -> None:
     parser.add_argument("--files", type=Path, metavar="FOLDER", help="keep components and checkpoint here")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep kernels, logs and structures here")
     parser.add_argument("--seconds", type=float, default=3600.0, metavar="S", help="for one command (default: 3600)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the record")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="add to this record")
+    parser.add_argument("--commit", metavar="HASH", help="the commit that the record names (default: that of the checkout)")
     options = parser.parse_args()
     lengths = spread(options.inputs, *options.lengths)
+    record = begun(options.json, torch.device(options.device), options.commit)
     with tempfile.TemporaryDirectory(prefix="evoattn-directories-") as temporary:
         folder = options.out or Path(temporary) / "out"
         folder.mkdir(parents=True, exist_ok=True)
         files = options.files or folder / "files"
         prepare(files, options.narrow, options.device)
-        records = []
         for way in (x for x in WAYS if x in options.ways):
             few = way == "as installed" and options.installed_inputs
             inputs = folder / ("few" if few else "inputs")
             if not inputs.exists():
                 write_inputs(inputs, lengths[:few] if few else lengths, options.rows)
-            records.append(run(way, folder, files, inputs, options))
-            print(*lines(records[-1]), sep="\n", flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    if any(record["status"] for record in records):
+            settings = {name: getattr(options, name) for name in SETTINGS}
+            case = {"way": way, **settings, "inputs": few or options.inputs} | run(way, folder, files, inputs, options)
+            print(*lines(case), sep="\n", flush=True)
+            case_records.add(case, record, ("way", *SETTINGS), options.json)
+    if any(case["status"] for case in record["cases"]):
         sys.exit(1)
 
 

@@ -79,6 +79,8 @@ def test_a_directory_is_predicted(tmp_path: pathlib.Path) -> None:
     written = tmp_path / "record.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "directories.py"), *options, "--json", str(written)]
     subprocess.run([*command, "--ways", "as installed", "bare"], check=True)
-    plain, ours = json.loads(written.read_text())
+    record = json.loads(written.read_text())
+    plain, ours = record["cases"]
+    assert record["machine"]["torch"] and (plain["way"], ours["inputs"]) == ("as installed", 2)
     assert (plain["files"], ours["files"]) == (2, 2) and "computed by evoattn" in ours["report"]
     assert sorted(tokens for tokens, _ in ours["predictions"]) == [20, 24]

@@ -25,7 +25,7 @@ from tests.clients.standins import filled
 from tests.clients.test_diffusion import by_layers, prepared
 from tests.helpers.denoisers import STEPS, openfold3, protenix
 from tests.helpers.denoisers import module as module_of
-from tests.helpers.recorders import Again
+from tests.helpers.recorders import Again, seen
 from tests.pair.products import error
 
 PROTENIX = ("protenix", "opendde")
@@ -290,7 +290,7 @@ class Scouting(Again):
     """A recorder that first looks for what a CUDA graph cannot repeat."""
 
     def record(self, run: Any, device: torch.device, *, draws: bool = False, once: bool = False, **options: bool) -> Any:
-        scout(run, device, draws)
+        scout(functools.partial(seen, run), device, draws)
         return super().record(run, device, draws=draws, once=once, **options)
 
 

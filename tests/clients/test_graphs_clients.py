@@ -47,6 +47,7 @@ def agree(
     *,
     layers: bool,
     eager: list[Any] | None = None,
+    shared: str = "",
 ) -> None:
     """Runs with graphs have the bits of runs without, and all calls but the first of each kind are replayed.
 
@@ -59,6 +60,8 @@ def agree(
         device: where it runs.
         layers: whether layers are patched.
         eager: the calls without graphs, if they are others.
+        shared: the kind of calls whose number differs on a GPU: what steps share is computed once in a sampling, and once more
+            where one is recorded.
     """
     numpy = importlib.import_module("numpy")
 
@@ -76,13 +79,14 @@ def agree(
 
     nothing = mock.patch.object(Recorder, "record", side_effect=NotCaptured("the test compares with this"))
     with nothing, evoattn.patch(client, layers=layers, graphs=device.type == "cuda") as patched:
-        expected, attended = every(eager or calls), patched.calls
+        expected, attended = every(eager or calls), patched.calls_by_kind
     with evoattn.patch(client, layers=layers, graphs=True) as patched:
         actual = every(calls)
-        assert patched.calls == attended
+        differ = {kind for kind, count in patched.calls_by_kind.items() if count != attended[kind]}
+        assert differ <= ({shared} if device.type == "cuda" else set())
         counts = patched.steps[site]
     assert all(map(torch.equal, actual, expected)) and all(x.isfinite().all() for x in actual)
-    assert counts[""] >= counts[FIRST] and set(counts) == {"", FIRST}
+    assert counts[""] >= counts[FIRST] and set(counts) == {"", FIRST}, counts
 
 
 def recycled(run: Callable[..., Any], *state: Tensor) -> Any:
@@ -126,6 +130,7 @@ def test_openfold3(layers: bool, device: torch.device) -> None:
         sample,
         device,
         layers=layers,
+        shared="transition",
     )
     shape = small(openfold3_config().pairformer)
     shape.no_blocks = 6

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +11,11 @@ from unittest import mock
 import torch
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from evoattn.clients.graphs.recorder import Recording, modes, scout
 
-__all__ = ["Again", "Traced"]
+__all__ = ["Again", "Traced", "seen"]
 
 TENSOR = object()
 
@@ -87,7 +89,7 @@ class Traced:
             torch.clear_autocast_cache()
 
     def _record(self, run: Callable[[], Any], device: torch.device, draws: bool) -> Recording:
-        scout(run, device, draws)  # which leaves casts of weights in autocast's cache, if that is on
+        scout(functools.partial(seen, run), device, draws)  # which leaves casts of weights in autocast's cache, if it is on
         if self.fails is not None:
             raise self.fails
         shape: list[Any] = []
@@ -114,6 +116,19 @@ class Traced:
 
         values, (leaves, spec) = iter(outputs), shape
         return Recording(replay, _pytree.tree_unflatten([next(values) if x is TENSOR else x for x in leaves], spec))
+
+
+class _Seeing(TorchDispatchMode):
+    """A mode that has to see operators, as the tracer does. A CPU computes without them what no GPU can repeat."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def seen(run: Callable[[], Any]) -> Any:
+    """Run something whose operators torch has to see."""
+    with _Seeing():  # type: ignore[no-untyped-call]
+        return run()
 
 
 def _weakly(traced: Any) -> dict[str, weakref.ref[torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""The command line: doctor, run, warm, bench and tune. Exit status 0 is good, 1 a failed check, 2 bad input."""
+"""The command line: doctor, run, compare, warm, bench and tune. Exit status 0 is good, 1 a failed check, 2 bad input."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ Evoformer attention, the attention of the AlphaFold family: exact and memory-eff
 
   evoattn doctor    what is installed, what runs where, and whether its numbers are right
   evoattn run       a program, such as boltz, whose attention evoattn computes, without a changed line
+  evoattn compare   a program with and without evoattn: whether its answers are the same, and how much faster
   evoattn warm      compiles what a model family needs, on all cores, before its first call
   evoattn bench     speed, memory and error next to every peer that is installed
   evoattn tune      better tile sizes for this machine and your shapes: a luxury, not a need
@@ -28,7 +29,7 @@ bad input or a missing extra; 130 interrupted
 """
 
 
-_COMMANDS = ("doctor", "run", "warm", "bench", "tune")
+_COMMANDS = ("doctor", "run", "compare", "warm", "bench", "tune")
 """The module of each has its texts `HELP`, `ABOUT` and `EPILOG`, the functions `add_options` and `run`."""
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

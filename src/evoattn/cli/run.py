@@ -95,7 +95,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the program, tell which calls evoattn computed, and end as it ended."""
-    command = _command(arguments)
+    command = command_of(arguments)
     names = tuple(arguments.patch or NAMES)
     if arguments.patch or arguments.precision != "exact":
         _check(arguments, names)
@@ -132,7 +132,8 @@ def _folder(at_end: contextlib.ExitStack) -> tuple[pathlib.Path | None, str]:
     return pathlib.Path(at_end.enter_context(folder)), ""
 
 
-def _command(arguments: argparse.Namespace) -> list[str]:
+def command_of(arguments: argparse.Namespace) -> list[str]:
+    """The words of the program that follows the options, beginning with the path of its command."""
     program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
     if not program:
         raise RefusedError("PROGRAM is missing: name a command, or -m and a module")

@@ -41,6 +41,11 @@ def totals(folder: pathlib.Path) -> collections.Counter[tuple[str, ...]]:
     return counter
 
 
+def has_computed(folder: pathlib.Path) -> bool:
+    """Return whether evoattn computed a call."""
+    return any(name[0] == "call" and not name[2] and count for name, count in totals(folder).items())
+
+
 def summary(folder: pathlib.Path, names: tuple[str, ...], precision: str = "exact") -> str:
     """Tell in a line what the processes counted. precision: what they were asked for."""
     computed: collections.Counter[str] = collections.Counter()
@@ -130,14 +135,16 @@ def environment(
     graphs: bool = False,
     precision: str = "exact",
     wait: bool = True,
+    seed: int | None = None,
 ) -> dict[str, str]:
     """The environment of a program whose processes patch clients: its start-up file gets JSON.
 
-    `folder` is that of the counts, or None, and `watched` has modules with the clients that they are of (`modules`).
+    `folder` is that of the counts, or None, and `watched` has modules with the clients that they are of (`modules`). The
+    generators of Python, numpy and torch begin with the `seed`, if there is one.
     """
     where = None if folder is None else str(folder)
     options = {"layers": layers, "graphs": graphs, "precision": precision, "wait": wait}
-    told = json.dumps({"folder": where, "modules": watched, "options": options})
+    told = json.dumps({"folder": where, "modules": watched, "options": options, "seed": seed})
     paths = [str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, VARIABLE: told, "PYTHONPATH": os.pathsep.join(paths)}
 

@@ -1,16 +1,25 @@
 """Python runs this file when it starts in a program under `evoattn run`, and in its children: their folder is in PYTHONPATH.
 
 It watches for the modules of known clients. Once one has been imported, `evoattn.clients.running` replaces what is in it.
-Until then nothing but the standard library is imported.
+Until then nothing but the standard library is imported. For `evoattn compare` it also seeds what draws random numbers, and
+tells the peak of a GPU's memory.
 """
 
+import atexit
 import contextlib
+import importlib
 import importlib.abc
 import importlib.util
 import json
 import os
 import sys
 from typing import Any
+
+_SEEDED = {
+    "numpy": lambda seed: importlib.import_module("numpy.random").seed(seed),
+    "torch": lambda seed: sys.modules["torch"].manual_seed(seed),
+}
+"""Modules with a generator of their own, and what seeds it: a program may draw before it takes its own seed."""
 
 
 class _Watched(importlib.abc.Loader):
@@ -27,6 +36,10 @@ class _Watched(importlib.abc.Loader):
 
     def exec_module(self, module: Any) -> None:
         self._loader.exec_module(module)
+        if module.__name__ in _SEEDED and self._told["seed"] is not None:
+            _SEEDED[module.__name__](self._told["seed"])
+        if not self._clients:
+            return
         try:
             from evoattn.clients import running
         except ImportError as error:
@@ -39,7 +52,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Finds watched modules as the finders after it do."""
 
     def __init__(self, told: dict) -> None:
-        self._modules, self._told = told["modules"], told
+        seeded: dict = {} if told["seed"] is None else {name: [] for name in _SEEDED}
+        self._modules, self._told = {**seeded, **told["modules"]}, told
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in self._modules:
@@ -61,6 +75,14 @@ def _leave(folder: Any, name: str, text: str = "") -> None:
             file.write(text)
 
 
+def _tell_peak(folder: Any) -> None:
+    """Leave the most bytes that torch had on one GPU."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        peak = max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count()))
+        _leave(folder, f"{os.getpid()}.peak", str(peak))
+
+
 def _leave_the_stage() -> None:
     """Remove this folder from sys.path, and run the sitecustomize that it hides, if there is one."""
     here = os.path.dirname(os.path.abspath(__file__))
@@ -76,4 +98,7 @@ if "EVOATTN_RUN" in os.environ:
     _told = json.loads(os.environ["EVOATTN_RUN"])
     _leave(_told["folder"], f"{os.getpid()}-{os.urandom(4).hex()}.began", " ".join(sys.orig_argv))
     sys.meta_path.insert(0, _Finder(_told))
+    if _told["seed"] is not None:
+        importlib.import_module("random").seed(_told["seed"])
+        atexit.register(_tell_peak, _told["folder"])
 _leave_the_stage()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Everything that pages show of the committed results, made from them alone: `python benchmarks/figures.py`.
 
-Writes docs/benchmarks.md, the pictures docs/figures/bench-*.png and clients-*.png, and the parts of README.md,
+Writes docs/benchmarks.md, the pictures docs/figures/bench-*.png, clients-*.png and predictions.png, and the parts of README.md,
 docs/clients/speed.md, docs/layer-time.md and docs/sharded.md between `<!-- figures: begin NAME -->` and
 `<!-- figures: end NAME -->`. With --check it writes nothing, and ends with status 1 and a line for each file that is not what
 the results make it. A picture carries a digest of the results and of the code that drew it, so that another release of
@@ -259,14 +259,13 @@ def drawings(results: Path) -> dict[Path, tuple[str, Callable[[], object]]]:
         for source, record in layer_page.records(results).items()
         for path, make in layer_page.pictures(source, record, FIGURES).items()
     }
-    return {**benchmarks, **clients, **layers}
+    return {**benchmarks, **clients, **layers, **prediction_page.pictures(prediction_page.records(results), FIGURES)}
 
 
 def present(root: Path) -> list[Path]:
     """The pictures that are there."""
-    return sorted(
-        FIGURES / path.name for kind in ("bench", "clients", "layers") for path in (root / FIGURES).glob(f"{kind}-*.png")
-    )
+    kinds = ("bench-*", "clients-*", "layers-*", prediction_page.PICTURE.removesuffix(".png"))
+    return sorted(FIGURES / path.name for kind in kinds for path in (root / FIGURES).glob(f"{kind}.png"))
 
 
 def drift(root: Path, results: Path) -> list[str]:

@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import case_records
+import plots
 from prediction_programs import PROGRAMS, RECYCLES
 from prediction_ways import INSTALLED, Case
 from record_tables import markdown
 
-__all__ = ["block", "blocks", "records", "summary", "training_block"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["block", "blocks", "newest", "pictures", "records", "summary", "training_block"]
 
 STEPS = 200
 TYPED = "evoattn run"
-"""With `INSTALLED`, the ways that README compares: the program as it is, and what one types to have it faster."""
+"""The way that README compares with `INSTALLED`: what one types to have it faster."""
 
-_INTRODUCTION = """\
-A whole prediction with full depth, random weights, 3 recycles, 200 steps and one sample, s / peak GiB, as
-installed without cuEquivariance ([stage by stage](docs/clients/speed.md#whole-predictions)):"""
+SHOWN = {
+    INSTALLED: INSTALLED,
+    "cuEquivariance": "with cuEquivariance",
+    TYPED: TYPED,
+    f"{TYPED} bf16": "--precision bf16",
+}
+"""Ways in README's picture, and what it calls them."""
+
+PICTURE = "predictions.png"
+PICTURED = {"Boltz-2": (152, 304, 684), "OpenFold-3": (304,), "Protenix": (304,), "ESMFold": (684,)}
+"""Residues of each program in the picture. The table has all."""
+
+_COLOURS = dict(zip(SHOWN, ("#9AA0A6", "#E69F00", plots.EVOATTN, "#8EC3E6"), strict=True))
+
+_INTRODUCTION = (
+    "A whole prediction with full depth, random weights, 3 recycles, 200 steps and one sample, s / peak GiB, from the newest "
+    "record of that card ([stage by stage](docs/clients/speed.md#whole-predictions)):"
+)
 
 
 def records(results: Path, kind: str = "predictions") -> dict[Path, dict[str, Any]]:
@@ -32,20 +53,82 @@ def blocks(results: Path) -> dict[str, str]:
     return {"predictions": block(records(results)), "training": training_block(records(results, "training"))}
 
 
+class Row(NamedTuple):
+    """The newest cases of a program, with its release and the card, by the way."""
+
+    name: str
+    residues: int
+    cases: dict[str, Case]
+
+
+def newest(records: dict[Path, dict[str, Any]]) -> list[Row]:
+    """What was measured both as installed and under `evoattn run` on one kind of card, in the order of the programs."""
+    found: dict[tuple[str, int], dict[str, Case]] = {}
+    for record in sorted(records.values(), key=lambda record: str(record["machine"].get("date", ""))):
+        card = record["machine"]["device"].removeprefix("NVIDIA ").partition(" ")[0]
+        for case in filter(_is_full, record["cases"]):
+            release = record["programs"].get(_DISTRIBUTIONS.get(case["program"], ""), "")
+            name = f"{case['program']} {release}".strip()
+            found.setdefault((f"{name}, {card}", case["residues"]), {})[case["way"]] = case
+    rows = [Row(*key, cases) for key, cases in found.items() if INSTALLED in cases and TYPED in cases]
+    order = [x.title for x in PROGRAMS.values()]
+
+    def place(row: Row) -> int:
+        return next((i for i, title in enumerate(order) if row.name.startswith(title)), len(order))
+
+    return sorted(rows, key=lambda row: (place(row), row.name, row.residues))
+
+
 def summary(records: dict[Path, dict[str, Any]]) -> str:
     """README's table: for each program and length what `evoattn run` changes. Empty without records."""
-    rows = []
-    for record in records.values():
-        card = record["machine"]["device"].removeprefix("NVIDIA ").partition(" ")[0]
-        for installed, typed in _pairs(record["cases"]):
-            name = f"{installed['program']} {record['programs'].get(_DISTRIBUTIONS.get(installed['program'], ''), '')}".strip()
-            faster = f"{installed['seconds'] / typed['seconds']:.2f}"
-            rows.append([f"{name}, {card}", str(installed["residues"]), _cell(installed), _cell(typed), faster])
+    rows = newest(records)
     if not rows:
         return ""
-    order = [x.title for x in PROGRAMS.values()]
-    rows.sort(key=lambda row: next((i for i, title in enumerate(order) if row[0].startswith(title)), len(order)))
-    return "\n".join([_INTRODUCTION, "", markdown([["program", "residues", INSTALLED, TYPED, "times as fast"], *rows])])
+    cells = [
+        [
+            row.name,
+            str(row.residues),
+            *(_cell(row.cases[way]) for way in (INSTALLED, TYPED)),
+            f"{row.cases[INSTALLED]['seconds'] / row.cases[TYPED]['seconds']:.1f}",
+        ]
+        for row in rows
+    ]
+    head = ["program", "residues", INSTALLED, TYPED, "times as fast"]
+    return "\n".join([_INTRODUCTION, "", markdown([head, *cells])])
+
+
+def pictures(records: dict[Path, dict[str, Any]], folder: Path) -> dict[Path, tuple[str, Callable[[], Figure]]]:
+    """README's picture: its file, a digest of what it shows and of the code, and what draws it."""
+    rows = [row for row in newest(records) if row.residues in PICTURED.get(row.name.split()[0], ())]
+    if not rows:
+        return {}
+    shown = json.dumps([(row.name, row.residues, {way: x["seconds"] for way, x in row.cases.items()}) for row in rows])
+    digest = hashlib.sha256(b"\0".join((shown.encode(), Path(__file__).read_bytes()))).hexdigest()
+    return {folder / PICTURE: (digest, lambda: draw(rows))}
+
+
+def draw(rows: list[Row]) -> Figure:
+    """A group of bars for each program and length."""
+    count = sum(len(SHOWN.keys() & row.cases.keys()) for row in rows)
+    title, about = "Seconds of a whole prediction", "full depth, random weights, 3 recycles, 200 steps, one sample"
+    figure = plots.new_figure(7.2, 1.1 + 0.2 * (count + 0.7 * len(rows)), title, about)
+    axes, ticks, place = figure.subplots(), [], 0.0
+    for row in rows:
+        ways = [way for way in SHOWN if way in row.cases]
+        for i, way in enumerate(ways):
+            seconds, y = row.cases[way]["seconds"], place + i
+            axes.barh(y, seconds, 0.85, color=_COLOURS[way])
+            axes.annotate(_seconds(seconds), (seconds, y), (4, 0), textcoords="offset points", va="center", fontsize=9)
+        ticks.append(place + (len(ways) - 1) / 2)
+        place += len(ways) + 0.7
+    axes.set_yticks(ticks, [f"{row.name}\n{row.residues} residues" for row in rows])
+    axes.set_ylim(place - 0.9, -0.7)
+    axes.set_xlim(0, 1.1 * axes.dataLim.x1)
+    plots.plain(axes)
+    handles = [axes.barh([0], [0], color=_COLOURS[way]) for way in SHOWN]
+    options = {"ncols": len(SHOWN), "frameon": False, "fontsize": 9}
+    figure.legend(handles=handles, labels=list(SHOWN.values()), loc="outside lower center", **options)  # type: ignore[arg-type]
+    return figure
 
 
 def block(records: dict[Path, dict[str, Any]]) -> str:
@@ -106,16 +189,10 @@ def _training(case: Case) -> str:
 _DISTRIBUTIONS = {program.title: program.distribution for program in PROGRAMS.values()}
 
 
-def _pairs(cases: list[Case]) -> list[tuple[Case, Case]]:
-    """The predictions that ran both as installed and under `evoattn run`."""
-    full = [x for x in cases if "seconds" in x and x["steps"] in (None, STEPS) and _samples(x) == 1]
-    full = [x for x in full if x.get("recycles", RECYCLES) == RECYCLES]
-    done = {(case["program"], case["residues"], case["way"]): case for case in full}
-    return [
-        (case, done[program, residues, TYPED])
-        for (program, residues, way), case in sorted(done.items())
-        if way == INSTALLED and (program, residues, TYPED) in done
-    ]
+def _is_full(case: Case) -> bool:
+    """Return whether a case is a prediction of one sample with all steps, which ended."""
+    full = "seconds" in case and case["steps"] in (None, STEPS) and _samples(case) == 1
+    return full and case.get("recycles", RECYCLES) == RECYCLES
 
 
 def _row(case: Case, stages: list[str], _: list[Case]) -> list[str]:
@@ -140,7 +217,11 @@ def _peak(case: Case) -> str:
 
 
 def _cell(case: Case) -> str:
-    return f"{case['seconds']:.1f}" + (f" / {case['peak_gib']:.1f}" if "peak_gib" in case else "")
+    return _seconds(case["seconds"]) + (f" / {case['peak_gib']:.1f}" if "peak_gib" in case else "")
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds >= 2 else f"{seconds:.2f}"
 
 
 def _machine(record: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Everything that pages show of the committed results, made from them alone: `python benchmarks/figures.py`.
 
-Writes docs/benchmarks.md, the pictures docs/figures/bench-*.png, clients-*.png and predictions.png, and the parts of README.md,
+Writes docs/benchmarks.md, the pictures docs/figures/bench-*.png and predictions.png, and the parts of README.md,
 docs/clients/speed.md, docs/layer-time.md and docs/sharded.md between `<!-- figures: begin NAME -->` and
 `<!-- figures: end NAME -->`. With --check it writes nothing, and ends with status 1 and a line for each file that is not what
 the results make it. A picture carries a digest of the results and of the code that drew it, so that another release of
@@ -237,7 +237,7 @@ def texts(root: Path, results: Path) -> dict[Path, str]:
     """Every page, as the results make it."""
     all_parts = parts(results)
     predictions = prediction_page.records(results)
-    blocks = {"clients": client_page.block(client_page.parts(results), "../figures")}
+    blocks = {"clients": client_page.block(results)}
     blocks |= prediction_page.blocks(results)
     readme = {**readme_blocks(all_parts), "predictions": prediction_page.summary(predictions)}
     marked = {README: readme, CLIENTS: blocks, LAYERS: layer_blocks(all_parts, results)}
@@ -249,22 +249,17 @@ def texts(root: Path, results: Path) -> dict[Path, str]:
 def drawings(results: Path) -> dict[Path, tuple[str, Callable[[], object]]]:
     """Every picture: its digest, and what draws it."""
     benchmarks = {path: (digest(part), make) for part in parts(results) for path, make in pictures(part).items()}
-    clients = {
-        path: (client_page.digest(part), make)
-        for part in client_page.parts(results)
-        for path, make in client_page.pictures(part, FIGURES).items()
-    }
     layers = {
         path: (layer_page.digest(source), make)
         for source, record in layer_page.records(results).items()
         for path, make in layer_page.pictures(source, record, FIGURES).items()
     }
-    return {**benchmarks, **clients, **layers, **prediction_page.pictures(prediction_page.records(results), FIGURES)}
+    return {**benchmarks, **layers, **prediction_page.pictures(prediction_page.records(results), FIGURES)}
 
 
 def present(root: Path) -> list[Path]:
     """The pictures that are there."""
-    kinds = ("bench-*", "clients-*", "layers-*", prediction_page.PICTURE.removesuffix(".png"))
+    kinds = ("bench-*", "layers-*", prediction_page.PICTURE.removesuffix(".png"))
     return sorted(FIGURES / path.name for kind in kinds for path in (root / FIGURES).glob(f"{kind}.png"))
 
 

@@ -132,34 +132,37 @@ def draw(rows: list[Row]) -> Figure:
 
 
 def block(records: dict[Path, dict[str, Any]]) -> str:
-    """All ways of all programs, with the seconds of each stage."""
-    return _tables(records, _prediction, ["residues", "way", "s", "peak GiB"], _row)
+    """A table for each program, steps and samples: the newest case of each card, length and way, with the seconds of stages."""
+    found: dict[tuple[str, str, int, str], tuple[Case, str]] = {}
+    for path, record in sorted(records.items(), key=lambda x: str(x[1]["machine"].get("date", ""))):
+        card = record["machine"]["device"].removeprefix("NVIDIA ").partition(" ")[0]
+        for case in record["cases"]:
+            found[_prediction(case), card, case["residues"], case["way"]] = case, path.stem
+    lines: list[str] = []
+    for name in sorted({key[0] for key in found}):
+        of = sorted((key, *found[key]) for key in found if key[0] == name)
+        stages = list(dict.fromkeys(stage for _, case, _ in of for stage in case.get("stages", {})))
+        rows = [["card", "residues", "way", "s", "peak GiB", *stages, "distogram differs by", "record"]]
+        for (_, card, *_), case, stem in sorted(of, key=lambda x: (x[0][2], x[0][1], -x[1].get("seconds", 1e9))):
+            away = _compared(case).get("distogram")
+            rows.append([card, *_row(case, stages), "-" if away is None else f"{away:.1e}", stem])
+        lines += [f"{name}:", "", markdown(rows), ""]
+    return "\n".join(lines).rstrip() or "Not measured yet."
 
 
 def training_block(records: dict[Path, dict[str, Any]]) -> str:
-    """All ways of training, with the milliseconds of each stage and how many times as fast as installed they are."""
-    return _tables(records, _training, ["tokens", "way", "ms", "times as fast", "peak GiB"], _training_row)
-
-
-def _tables(
-    records: dict[Path, dict[str, Any]],
-    title: Callable[[Case], str],
-    columns: list[str],
-    row: Callable[[Case, list[str], list[Case]], list[str]],
-) -> str:
-    """For each record a heading, and a table for each title of its cases, shortest first."""
+    """For each record the ways of training: milliseconds of stages, and how many times as fast as installed."""
     lines: list[str] = []
     for path, record in records.items():
         lines += [f"{_machine(record)}, commit {record['machine'].get('commit', '?')}. `{path.name}`.", ""]
-        for name in dict.fromkeys(map(title, record["cases"])):
-            cases = sorted((x for x in record["cases"] if title(x) == name), key=lambda case: case[columns[0]])
+        for name in dict.fromkeys(map(_training, record["cases"])):
+            cases = sorted((x for x in record["cases"] if _training(x) == name), key=lambda case: case["tokens"])
             stages = list(dict.fromkeys(stage for case in cases for stage in case.get("stages", {})))
             compared = list(dict.fromkeys(x for case in cases for x in _compared(case)))
-            rows = [[*columns, *stages, *(f"{x} differs by" for x in compared)]]
+            rows = [["tokens", "way", "ms", "times as fast", "peak GiB", *stages, *(f"{x} differs by" for x in compared)]]
             for case in cases:
-                cells = row(case, stages, cases)
                 away = [_compared(case).get(x) for x in compared]
-                rows.append([*cells, *("-" if x is None else f"{x:.1e}" for x in away)])
+                rows.append([*_training_row(case, stages, cases), *("-" if x is None else f"{x:.1e}" for x in away)])
             lines += [f"{name}:", "", markdown(rows), ""]
     return "\n".join(lines).rstrip() or "Not measured yet."
 
@@ -195,7 +198,7 @@ def _is_full(case: Case) -> bool:
     return full and case.get("recycles", RECYCLES) == RECYCLES
 
 
-def _row(case: Case, stages: list[str], _: list[Case]) -> list[str]:
+def _row(case: Case, stages: list[str]) -> list[str]:
     start = [str(case["residues"]), case["way"]]
     if "failed" in case:
         return [*start, case["failed"], *["-"] * (len(stages) + 1)]

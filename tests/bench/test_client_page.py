@@ -32,7 +32,7 @@ def a_record(*cases: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def part(tmp_path: Path) -> client_page.Part:
+def results(tmp_path: Path) -> Path:
     """A record of Protenix at three lengths, of which the original can do two."""
     cases = [a_case(), a_case(patched=True, median_ms=2.0, peak_bytes=2**30, calls=3, backends=["hopper"])]
     cases += [a_case(**(case | {"residues": 512, "median_ms": 4 * case["median_ms"]})) for case in cases]
@@ -41,36 +41,40 @@ def part(tmp_path: Path) -> client_page.Part:
     record = a_record(*cases, late, a_case(residues=768, patched=True, errors={"s": 2e-7, "z": 4e-7}))
     (tmp_path / "clients").mkdir()
     (tmp_path / "clients" / "card.json").write_text(json.dumps(record))
-    [table] = client_page.parts(tmp_path)
-    return table
+    return tmp_path
 
 
-def test_the_page_shows_times_memory_errors_and_what_ran_out_of_memory(part: client_page.Part) -> None:
-    text = client_page.block([part], "../figures")
-    assert "| Protenix | inference | 512 | 32.0 / 2.00 | 8.0 / 1.00 | 4.00 | 50% |" in text
-    assert "| residues | torch, default | evoattn, torch, default |" in text
-    assert "| 768 | out of memory | 8.0 / 2.00 |" in text
-    assert "| Protenix | evoattn, torch | 2.0e-07 | 4.0e-07 | - |" in text
-    assert "Backends of evoattn in Protenix: hopper." in text
-    assert "](../figures/clients-card-float32-inference.png)" in text
+def add(results: Path, name: str, date: str, *cases: dict[str, Any]) -> None:
+    record = a_record(*cases)
+    record["machine"]["date"] = date
+    (results / "clients" / name).write_text(json.dumps(record))
 
 
-def test_a_page_without_records_says_so() -> None:
-    assert client_page.block([], "../figures") == "Not measured yet."
+def test_the_page_shows_times_memory_errors_and_what_ran_out_of_memory(results: Path) -> None:
+    text = client_page.block(results)
+    assert "inference | 512 | 32.0 / 2.00 | 8.0 / 1.00 | 4.00 | 50% |" in text
+    assert "inference | 768 | out of memory | 8.0 / 2.00 | - | - |" in text
+    assert "| float32 | 3.0e-07 | 4.0e-07 | - | - |" in text and "from `card.json`:" in text
+    (results / "clients" / "card.json").unlink()
+    assert client_page.block(results) == "Not measured yet."
 
 
-def test_a_failure_is_on_the_page_with_its_reason(part: client_page.Part) -> None:
-    del part.record["cases"][0]["median_ms"]
-    part.record["cases"][0] |= {"status": "failed", "reason": "RuntimeError: no kernel"}
-    assert "- Protenix, torch, default, inference, 256: failed: `RuntimeError: no kernel`" in client_page.block([part], "")
+def test_the_newest_records_are_shown(results: Path) -> None:
+    add(results, "a.json", "2999-01-01", a_case(median_ms=6.0), a_case(patched=True, median_ms=1.0))
+    add(results, "b.json", "1999-01-01", a_case(median_ms=5.0), a_case(patched=True, median_ms=1.0))
+    text = client_page.block(results)
+    assert "| 256 | 6.0 / 2.00 | 1.0 / 2.00 | 6.00 | 100% |" in text and "| 512 |" not in text, "older ones had another patch"
+    assert "from `a.json`:" in text
+    add(results, "c.json", "2999-01-01", a_case(residues=512), a_case(residues=512, patched=True))
+    assert "| 256 | 6.0" in client_page.block(results) and "| 512 |" in client_page.block(results)
 
 
-def test_a_picture_has_a_line_for_each_way_that_ends_where_memory_does(part: client_page.Part) -> None:
-    pytest.importorskip("matplotlib")
-    [(path, make)] = client_page.pictures(part, Path("docs")).items()
-    assert path.name == "clients-card-float32-inference.png"
-    lines = make().axes[0].get_lines()
-    assert [list(map(int, line.get_xdata())) for line in lines] == [[256, 512], [256, 512, 768]]
+def test_a_failure_and_a_setting_that_is_no_default_have_no_row(results: Path) -> None:
+    failed = a_case(patched=True, status="failed", reason="RuntimeError: no kernel")
+    del failed["median_ms"]
+    other = [a_case(switch="another", residues=999), a_case(switch="another", residues=999, patched=True)]
+    add(results, "card.json", "2026-11-28", a_case(), failed, *other)
+    assert client_page.newest(results) == []
 
 
 DYING = """

@@ -61,6 +61,8 @@ def test_readme_has_the_newest_case_of_a_card(records: dict[Path, dict[str, Any]
     }
     text = prediction_page.summary({Path("new"): new, **records, Path("other"): other})
     assert "| 9.0 / 2.2 | 1.50 / 2.2 | 6.0 |" in text and "other" not in text
+    text = prediction_page.block({Path("new.json"): new, **records})
+    assert "| evoattn run | 1.50 |" in text and "| evoattn run | 3.00 |" not in text and "| as installed | 9.00 |" in text
 
 
 def test_predictions_of_other_steps_are_not_compared(records: dict[Path, dict[str, Any]]) -> None:
@@ -70,14 +72,14 @@ def test_predictions_of_other_steps_are_not_compared(records: dict[Path, dict[st
     text = prediction_page.block(records)
     assert "Boltz-2, 200 steps:" in text and "Boltz-2, 20 steps:" in text
     record["cases"] = [a_case(program="ESMFold", steps=None)]
-    assert "\nESMFold:\n" in prediction_page.block(records)
+    assert prediction_page.block(records).startswith("ESMFold:\n")
 
 
 def test_the_page_shows_stages_and_failures(records: dict[Path, dict[str, Any]]) -> None:
     text = prediction_page.block(records)
-    assert "| residues | way | s | peak GiB | trunk | denoiser | distogram differs by |" in text
-    assert "| 152 | evoattn run | 3.00 | 2.2 | 2.00 | 6.50 | 1.5e-03 |" in text
-    assert "| 304 | evoattn run | OutOfMemoryError: tried 9 GiB | - | - | - | - |" in text
+    assert "| card | residues | way | s | peak GiB | trunk | denoiser | distogram differs by | record |" in text
+    assert "| a | 152 | evoattn run | 3.00 | 2.2 | 2.00 | 6.50 | 1.5e-03 | card |" in text
+    assert "| a | 304 | evoattn run | OutOfMemoryError: tried 9 GiB | - | - | - | - | card |" in text
     assert text.index("| 304 |") < text.index("| 988 |")
     assert prediction_page.block({}) == "Not measured yet."
 

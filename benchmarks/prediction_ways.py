@@ -56,9 +56,9 @@ class Way:
 WAYS = {
     INSTALLED: Way(None),
     "cuEquivariance": Way(None, kernels=True),
-    "evoattn.patch": Way({}),
-    "evoattn run": Way({"graphs": True}),
-    **{f"evoattn run {x}": Way({"graphs": True, "precision": x}) for x in PRECISIONS if x != "exact"},
+    "evoattn.patch": Way({"graphs": False}),
+    "evoattn run": Way({}),
+    **{f"evoattn run {x}": Way({"precision": x}) for x in PRECISIONS if x != "exact"},
     "bionemo-ir": Way(None, runtime=True),
 }
 _CUEQUIVARIANCE = "cuequivariance_torch"

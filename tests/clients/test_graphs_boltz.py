@@ -106,7 +106,7 @@ def test_samples_of_boltz_have_the_same_bits_with_graphs(version: int, monkeypat
         for x in module.parameters():
             x.normal_(0, 0.3)
     calls = ((1, 6, 8), (2, 6, 12), (1, 6, 8))
-    with evoattn.patch("boltz", layers=False):
+    with evoattn.patch("boltz", layers=False, graphs=False):
         expected = [sample(module, *call) for call in calls]
     with evoattn.patch("boltz", layers=False, graphs=True) as patched:
         result = [sample(module, *call) for call in calls]
@@ -138,7 +138,7 @@ def test_boltz_trunk(layers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         return *state, torch.rand(3)
 
     pair_mask = mask[:, :, None] * mask[:, None]
-    with evoattn.patch("boltz", layers=layers):
+    with evoattn.patch("boltz", layers=layers, graphs=False):
         expected = fold()
     with evoattn.patch("boltz", layers=layers, graphs=True) as patched:
         folded = fold()

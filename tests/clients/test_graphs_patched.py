@@ -64,13 +64,13 @@ def stepping(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     patching.active.clear()
 
 
-def test_patch_records_if_it_is_asked_to(stepping: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patch_records_unless_it_is_asked_not_to(stepping: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     traced, original = Traced(), type(stepping).forward
     monkeypatch.setattr(graphs, "Recorder", lambda: traced)
     z = draw(1)
-    with evoattn.patch("stepping", layers=False) as patched, torch.no_grad():
+    with evoattn.patch("stepping", layers=False, graphs=False) as patched, torch.no_grad():
         assert not patched.sites and type(stepping).forward is original
-        assert evoattn.patch("stepping", layers=False, graphs=True) is patched and patched.sites == (str(SITE),)
+        assert evoattn.patch("stepping", layers=False) is patched and patched.sites == (str(SITE),)
         for seed in range(8):
             assert torch.equal(stepping(draw(seed), z), original(stepping, draw(seed), z))
         assert patched.steps == {str(SITE): {"": 5, FIRST: 3}} and patched.calls == 0
@@ -106,6 +106,8 @@ def test_patch_without_a_gpu(stepping: Any) -> None:
 def test_what_has_no_steps_and_what_has_moved(stepping: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="graphs must be False for 'still': CUDA graphs are recorded of 'stepping'"):
         evoattn.patch("still", layers=False, graphs=True)
+    with evoattn.patch("still", layers=False) as still:
+        assert not still.sites
     with evoattn.patch(layers=False, graphs=True) as every:
         assert every.sites == (str(SITE),)
     monkeypatch.setitem(sources(), "stepping", {"1.0": {str(SITE): "another"}})
@@ -138,7 +140,7 @@ def test_the_loop_of_a_patch_is_a_sampling_in_its_precision(stepping: Any, monke
     with pytest.raises(ValueError, match="precision must be 'exact', 'tf32' or 'bf16', got 'fp8'"):
         evoattn.patch("stepping", graphs=True, precision="fp8")
     with pytest.raises(ValueError, match="precision must be 'exact' unless layers and graphs are True, got 'bf16'"):
-        evoattn.patch("stepping", precision="bf16")
+        evoattn.patch("stepping", graphs=False, precision="bf16")
     with pytest.raises(ValueError, match="precision must be 'exact' for 'still', got 'bf16': .* of 'stepping'"):
         evoattn.patch("still", graphs=True, precision="bf16")
     assert not patching.active

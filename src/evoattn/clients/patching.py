@@ -243,7 +243,7 @@ def patch(
     name: str | None = None,
     *,
     layers: bool = True,
-    graphs: bool = False,
+    graphs: bool | None = None,
     precision: str | None = None,
     wait: bool | None = None,
 ) -> Patch:
@@ -261,12 +261,13 @@ def patch(
             layers that `evoattn.nn` does not know, layers called with unknown arguments, and layers that torch.compile
             compiles. For the last, call `evoattn.nn.replace` before you compile the model. False: only functions that compute
             attention are replaced.
-        graphs: also record what repeats as CUDA graphs and replay them, for inference on a GPU: the denoiser's step of Boltz,
-            BoltzGen, OpenDDE, OpenFold-3, Protenix and, in part, RosettaFold-3; and, up to 512 residues, the trunk's blocks of
-            all these but RosettaFold-3, and of ESMFold and OpenFold. A replay has the bits of the call that it stands for.
-            Calls that cannot be replayed run as they are, and the report says why.
+        graphs: whether what repeats is recorded as CUDA graphs and replayed, for inference on a GPU: the denoiser's step of
+            Boltz, BoltzGen, OpenDDE, OpenFold-3, Protenix and, in part, RosettaFold-3; and, up to 512 residues, the trunk's
+            blocks of all these but RosettaFold-3, and of ESMFold and OpenFold. A replay has the bits of the call that it stands
+            for. Calls that cannot be replayed run as they are, and the report says why. None: yes, if the client has such
+            parts.
         precision: of the diffusion transformers that a client samples in float32 on a GPU: "exact", "tf32" or "bf16", as
-            `evoattn.nn.sampling` takes it. The last two need `graphs=True`. All other calls have the client's own precision,
+            `evoattn.nn.sampling` takes it. The last two need graphs. All other calls have the client's own precision,
             and the report counts those that do not. None: that of an earlier patch of this client, else "exact".
         wait: whether calls wait for their kernels to be compiled. False: worker processes compile kernels that are not kept,
             and the client's own code computes inference calls meanwhile, in the client's own precision. So the calls that
@@ -284,7 +285,7 @@ def patch(
 
     Example:
         >>> import evoattn
-        >>> with evoattn.patch("esmfold", layers=False) as patched:
+        >>> with evoattn.patch("esmfold", layers=False, graphs=False) as patched:
         ...     len(patched.sites)
         2
     """
@@ -293,12 +294,13 @@ def patch(
     if wait is not None and not isinstance(wait, bool):
         raise TypeError(f"wait must be True, False or None, got {wait!r}")
     if name is None:
-        return _patch_all(layers, graphs, wanted, wait)
+        return _patch_all(layers, graphs is not False, wanted, wait)
     if name not in NAMES:
         raise ValueError(f"name must be one of {', '.join(map(repr, NAMES))}, or None for all that are installed; got {name!r}")
     if graphs and not client(name).steps:
         known = ", ".join(repr(each) for each in NAMES if client(each).steps)
         raise ValueError(f"graphs must be False for {name!r}: CUDA graphs are recorded of {known}")
+    graphs = graphs is not False
     patched = active.get(name) or Patch(precision=wanted, waits=wait is not False)
     if precision not in (None, patched.precision):
         raise ValueError(

@@ -30,7 +30,7 @@ PROGRAMS = {
     "protenix": Options(("--out_dir", "-o"), ("--seeds", "-s")),
     "run_openfold": Options(("--output-dir", "--output_dir")),
 }
-"""Programs by the names of their commands. OpenFold-3 takes the seeds of its models from a file; we seed its features."""
+"""Programs by the names of their commands. OpenFold-3 takes its seeds from a file: only its features are seeded here."""
 
 PLAIN, OURS, SEED, THREADS = WAYS = ("as installed", "evoattn", "another seed", "other threads")
 """The runs of a comparison."""
@@ -60,17 +60,16 @@ def with_options(command: list[str], out: str, seed: int) -> list[str]:
     Raises:
         RefusedError: the program is not known, and its arguments do not say where the folder stands.
     """
-    known = next((PROGRAMS[name] for word in command[:4] if (name := Path(word).stem) in PROGRAMS), None)
-    words = [word.replace("{out}", out).replace("{seed}", str(seed)) for word in command]
-    has_out = words != [word.replace("{seed}", str(seed)) for word in command]
-    if known is None and not has_out:
-        names = ", ".join(PROGRAMS)
+    known = next((PROGRAMS[name] for word in command[:4] if (name := Path(word).stem) in PROGRAMS), Options(()))
+    marked = any("{out}" in word for word in command)
+    if not marked and not known.out:
         raise RefusedError(
-            f"{command[0]} is none of {names}: write {{out}} where the folder of its results stands in its arguments"
+            f"{command[0]} is none of {', '.join(PROGRAMS)}: write {{out}} where its folder of results stands in its arguments"
         )
-    if known is not None and not has_out:
+    words = [word.replace("{out}", out).replace("{seed}", str(seed)) for word in command]
+    if not marked:
         words = with_value(words, known.out, out)
-    return with_value(words, known.seed, str(seed)) if known is not None and known.seed else words
+    return with_value(words, known.seed, str(seed)) if known.seed else words
 
 
 def with_value(words: list[str], names: tuple[str, ...], value: str) -> list[str]:

@@ -50,7 +50,8 @@ def _import_api() -> None:
 def _runs_a_program() -> bool:
     """True in `evoattn run` and `python -m evoattn run`, which start a program. They import no torch, which takes seconds."""
     command, *arguments = getattr(sys, "argv", None) or [""]
-    return pathlib.PurePath(command).stem in ("evoattn", "-m") and arguments[:1] == ["run"]
+    is_module = command == "-m" and "-m evoattn run" in " ".join(getattr(sys, "orig_argv", ()))
+    return (is_module or pathlib.PurePath(command).stem == "evoattn") and arguments[:1] == ["run"]
 
 
 if not _runs_a_program():

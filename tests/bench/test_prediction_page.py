@@ -45,7 +45,7 @@ def records(tmp_path: Path) -> dict[Path, dict[str, Any]]:
 
 def test_readme_compares_what_one_types_with_what_is_installed(records: dict[Path, dict[str, Any]]) -> None:
     text = prediction_page.summary(records)
-    assert "| Boltz-2 2.2.1, a | 152 | 9.0 / 2.2 | 3.0 / 2.2 | 3.0 |" in text
+    assert "| Boltz-2 2.2.1, a | 152 | 9.0 / 2.2 | - | 3.0 / 2.2 |" in text
     assert "988" not in text and "304" not in text, "there is nothing to compare with"
     assert prediction_page.summary({}) == ""
 
@@ -56,11 +56,11 @@ def test_readme_has_the_newest_case_of_a_card(records: dict[Path, dict[str, Any]
     new = {**old, "machine": {**old["machine"], "date": "2026-11-28"}, "cases": cases}
     other = {
         **new,
-        "machine": {**new["machine"], "device": "NVIDIA other 80GB"},
+        "machine": {**new["machine"], "device": "NVIDIA X9 80GB"},
         "cases": [a_case(way="evoattn run", seconds=0.1)],
     }
     text = prediction_page.summary({Path("new"): new, **records, Path("other"): other})
-    assert "| 9.0 / 2.2 | 1.50 / 2.2 | 6.0 |" in text and "other" not in text
+    assert "| 9.0 / 2.2 | - | 1.50 / 2.2 |" in text and "X9" not in text
     text = prediction_page.block({Path("new.json"): new, **records})
     assert "| evoattn run | 1.50 |" in text and "| evoattn run | 3.00 |" not in text and "| as installed | 9.00 |" in text
 
@@ -68,7 +68,7 @@ def test_readme_has_the_newest_case_of_a_card(records: dict[Path, dict[str, Any]
 def test_predictions_of_other_steps_are_not_compared(records: dict[Path, dict[str, Any]]) -> None:
     [record] = records.values()
     record["cases"].append(a_case(steps=20, seconds=0.1, way="evoattn run"))
-    assert "| 9.0 / 2.2 | 3.0 / 2.2 | 3.0 |" in prediction_page.summary(records)
+    assert "| 9.0 / 2.2 | - | 3.0 / 2.2 |" in prediction_page.summary(records)
     text = prediction_page.block(records)
     assert "Boltz-2, 200 steps:" in text and "Boltz-2, 20 steps:" in text
     record["cases"] = [a_case(program="ESMFold", steps=None)]
@@ -181,7 +181,7 @@ def test_a_way_without_memory_is_recorded_and_is_no_failure(
 def test_few_recycles_have_a_table_of_their_own(records: dict[Path, dict[str, Any]]) -> None:
     [record] = records.values()
     record["cases"].append(a_case(recycles=0, seconds=0.1, way="evoattn run"))
-    assert "| 9.0 / 2.2 | 3.0 / 2.2 | 3.0 |" in prediction_page.summary(records)
+    assert "| 9.0 / 2.2 | - | 3.0 / 2.2 |" in prediction_page.summary(records)
     assert "Boltz-2, 200 steps, 0 recycles:" in prediction_page.block(records)
 
 
@@ -305,7 +305,7 @@ def test_a_step_is_compared_with_float64(patched: list[dict[str, bool]]) -> None
 def test_samples_have_a_table_of_their_own(records: dict[Path, dict[str, Any]]) -> None:
     [record] = records.values()
     record["cases"].append(a_case(samples=5, seconds=0.1, way="evoattn run"))
-    assert "| 9.0 / 2.2 | 3.0 / 2.2 | 3.0 |" in prediction_page.summary(records)
+    assert "| 9.0 / 2.2 | - | 3.0 / 2.2 |" in prediction_page.summary(records)
     assert "Boltz-2, 200 steps, 5 samples:" in prediction_page.block(records)
 
 

@@ -64,12 +64,13 @@ def test_files_are_read(tmp_path: pathlib.Path) -> None:
     gemmi.read_structure(str(tmp_path / "a.pdb")).make_mmcif_document().write_file(str(tmp_path / "a.cif"))
     for name in ("a.pdb", "a.cif"):
         found = structures.read(tmp_path / name)
-        assert len(found.atoms) == 2 and found.residues.tolist() == [0, 0]
+        assert found is not None and len(found.atoms) == 2 and found.residues.tolist() == [0, 0]
         assert found.places.tolist() == [[1.5, 2, 3], [2.5, 2, 3]]
-    for name, text in (("empty.pdb", ""), ("damaged.cif", "data_x\nloop_\n_a.b\n")):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(RefusedError, match=name):
-            structures.read(tmp_path / name)
+    (tmp_path / "empty.pdb").write_text("")
+    assert structures.read(tmp_path / "empty.pdb") is None
+    (tmp_path / "damaged.cif").write_text("data_x\n_a.b 'no end\n")
+    with pytest.raises(RefusedError, match="damaged.cif"):
+        structures.read(tmp_path / "damaged.cif")
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,7 @@ def test_files_are_read(tmp_path: pathlib.Path) -> None:
         ("protenix pred -s 7 -i a.json", "protenix pred -i a.json --out_dir OUT --seeds 3"),
         ("run_openfold predict --query_json q --output_dir x", "run_openfold predict --query_json q --output-dir OUT"),
         ("python fold.py {out}/x {seed}", "python fold.py OUT/x 3"),
+        ("python fold.py boltz.fasta {out}", "python fold.py boltz.fasta OUT"),
         ("boltz predict a.yaml --out_dir {out}/y", "boltz predict a.yaml --out_dir OUT/y --seed 3"),
     ],
 )
@@ -95,9 +97,8 @@ def test_an_unknown_program_has_to_say_where_its_results_go() -> None:
 
 def runs(**structures_of: dict[str, Structure]) -> dict[str, Run]:
     names = {"plain": PLAIN, "ours": OURS, "seed": SEED, "threads": THREADS}
-    return {
-        names[way]: Run(1.0, 2.0, of, {("confidence_m_0.json", "ptm"): 0.5}, "n calls") for way, of in structures_of.items()
-    }
+    scores = {(f"confidence_m_{i}.json", "ptm"): i / 4 for i in (2, 1, 0)}
+    return {names[way]: Run(1.0, None, 2.0, of, scores, "n calls") for way, of in structures_of.items()}
 
 
 @pytest.mark.parametrize(
@@ -119,10 +120,8 @@ def test_a_difference_is_within_a_spread(by: float, within: str) -> None:
     (one,) = report.compared(found)
     assert one.within == one.verdict == within
     text = "\n".join(report.shown([one], found))
-    assert "m_0.pdb, 40 atoms" in text and text.endswith(
-        "n calls\n0 of 1 structure differs by more than the program's own spread."
-    )
-    assert text.count("ptm") == 1
+    assert "m_0.pdb, 40 atoms" in text and text.count("ptm") == 1 and "peak memory of a process, GiB" in text
+    assert text.endswith(f"n calls\n1 of 1 structures: {within}")
 
 
 def test_what_differs_is_told() -> None:
@@ -132,7 +131,7 @@ def test_what_differs_is_told() -> None:
         (one,) = report.compared(runs(plain={"m.pdb": x}, ours={"m.pdb": ours}, seed={"m.pdb": x}, threads={"m.pdb": x}))
         assert not one.within and one.verdict.startswith("DIFFERS")
     (one,) = report.compared(runs(plain={"m.pdb": x}, ours={"m.pdb": far}))
-    assert not one.within and "--quick" in one.verdict
+    assert not one.within and "is not known" in one.verdict
     fewer = drawn(0, 39)
     for plain, ours in (({"m.pdb": x}, {}), ({}, {"m.pdb": x}), ({"m.pdb": x}, {"m.pdb": fewer})):
         (one,) = report.compared(runs(plain=plain, ours=ours))
@@ -145,9 +144,41 @@ def test_samples_in_another_order_are_found() -> None:
     ours = {f"m_{i}.pdb": samples[j] for i, j in enumerate((2, 0, 1))}
     found = report.compared(runs(plain=plain, ours=ours, seed=ours, threads=plain))
     assert [x.sample for x in found] == ["m_2.pdb", "m_0.pdb", "m_1.pdb"] and all(x.within for x in found)
-    assert found[0].differences[SEED].rmsd > 1, "those of another seed have nothing to do with one another"  # type: ignore[union-attr]
+    shown = [x.split() for x in report.shown(found, runs(plain=plain, ours=ours)) if "ptm" in x]
+    assert shown == [["ptm", "0.5", "0"], ["ptm", "0", "0.25"], ["ptm", "0.25", "0.5"]]
     twice = report.compared(runs(plain=plain, ours=dict.fromkeys(plain, samples[0])))
     assert sum(bool(x.within) for x in twice) == 1, "a sample stands for one"
+
+
+def test_files_of_another_seed_belong_together() -> None:
+    """Protenix and OpenFold-3 name folders and files after the seed."""
+    names = ["x/seed_101/x_seed_101_sample_0.cif", "x/seed_7/x_seed_7_sample_0.cif", "x/y.cif"]
+    assert list(programs.seeds_ranked(names).values()) == [
+        "x/seed_1/x_seed_1_sample_0.cif",
+        "x/seed_0/x_seed_0_sample_0.cif",
+        "x/y.cif",
+    ]
+
+
+def test_scores_belong_to_a_structure_with_all_words_of_its_name() -> None:
+    scores = {(f"confidence_prot_1_model_{i}.json", "ptm"): float(i) for i in (0, 1)}
+    assert report._scores_of("prot_1_model_1.cif", scores) == [("ptm", 1.0)]
+    assert report._scores_of("prot_1_model_2.cif", scores) == []
+
+
+def test_json_has_no_nan() -> None:
+    x = drawn(0)
+    lost = Structure(x.atoms, x.residues, x.places * math.nan)
+    found = runs(plain={"m.pdb": x}, ours={"m.pdb": lost})
+    text = json.dumps(report.as_json(report.compared(found), found), allow_nan=False)
+    assert json.loads(text)["structures"][0]["differences"] == {OURS: {"rmsd": None, "lddt": None}}
+
+
+def test_without_a_reader_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    arguments = argparse.Namespace(program=[sys.executable, "x.py", "{out}"], module=False, seed=1)
+    with pytest.raises(RefusedError, match="gemmi is not installed"):
+        compare.run(arguments)
 
 
 def test_a_folder_of_results_is_a_new_one(tmp_path: pathlib.Path) -> None:
@@ -166,10 +197,10 @@ def test_other_threads() -> None:
 def test_a_program_that_fails_is_told(tmp_path: pathlib.Path) -> None:
     (tmp_path / "program.py").write_text("raise SystemExit('no such input')")
     command = [sys.executable, str(tmp_path / "program.py"), "{out}"]
-    with pytest.raises(RefusedError, match="as installed: the program ended with status 1: no such input"):
+    with pytest.raises(RefusedError, match="as installed: the program ended with status 1 .*: no such input"):
         programs.run_once(PLAIN, command, 1, tmp_path / "run")
     (tmp_path / "program.py").write_text("print('done')")
-    with pytest.raises(RefusedError, match=r"no .cif or .pdb below the folder of results: done"):
+    with pytest.raises(RefusedError, match=r"no .cif or .pdb with atoms below the folder of results .*: done"):
         programs.run_once(PLAIN, command, 1, tmp_path / "again")
 
 
@@ -219,7 +250,7 @@ def test_an_attention_of_esmfold(tmp_path: pathlib.Path) -> None:
         "confidence_m.json: ptm": pytest.approx(found["ways"][OURS]["scores"]["confidence_m.json: ptm"], abs=1e-5)
     }
     assert {x.name for x in (tmp_path / "kept").iterdir()} == {"as-installed", "evoattn", "another-seed", "other-threads"}
-    assert "0 of 1 structure differs" in done.stdout
+    assert "1 of 1 structures: the same to 0.01 Å" in done.stdout
 
 
 def test_a_program_of_which_nothing_is_computed_is_refused(tmp_path: pathlib.Path) -> None:
@@ -227,6 +258,6 @@ def test_a_program_of_which_nothing_is_computed_is_refused(tmp_path: pathlib.Pat
     lines = ["import pathlib, sys", "out = pathlib.Path(sys.argv[1])", "out.mkdir()"]
     (tmp_path / "program.py").write_text("\n".join([*lines, f"(out / 'a.pdb').write_text({PDB.format(1.0)!r})"]))
     command = [sys.executable, str(tmp_path / "program.py"), "{out}"]
-    arguments = argparse.Namespace(program=command, module=False, seed=1, out=None, json=None, quick=True)
+    arguments = argparse.Namespace(program=command, module=False, seed=1, out=None, json=None, quick=True, precision="exact")
     with pytest.raises(RefusedError, match="evoattn computed nothing, so there is nothing to compare: nothing was patched"):
         compare.run(arguments)

@@ -132,13 +132,13 @@ def test_a_terminal_tells_the_program_itself(program: Program) -> None:
 
 def wait(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object], *command: str) -> int:
     """The status of a command, after something that is done before it starts."""
-    right = run._start
+    right = run.start
 
     def start(*arguments: Any) -> subprocess.Popen[bytes]:
         meanwhile()
         return right(*arguments)
 
-    monkeypatch.setattr(run, "_start", start)
+    monkeypatch.setattr(run, "start", start)
     return run._wait([shutil.which(command[0]) or "", *command[1:]], {**os.environ})
 
 
@@ -182,7 +182,7 @@ def test_evoattn_run_stops_with_the_program(monkeypatch: pytest.MonkeyPatch) -> 
             return 0
 
     monkeypatch.setattr(run, "in_foreground", lambda child: False)
-    monkeypatch.setattr(run, "_start", lambda *_: Stopped())
+    monkeypatch.setattr(run, "start", lambda *_: Stopped())
     monkeypatch.setattr(run.os, "kill", lambda pid, number: seen.append((pid, number, signal.getsignal(number))))
     assert run._wait([], {}) == 0
     assert seen == [("program", signal.SIGTSTP), (os.getpid(), signal.SIGTSTP, signal.SIG_DFL)]

@@ -206,7 +206,7 @@ def _wait(command: list[str], environment: dict[str, str]) -> int:
         if signal.getsignal(caught) not in (signal.SIG_IGN, None):
             handlers[caught] = signal.signal(caught, pass_on)
     try:
-        process = _start(command, environment)
+        process = start(command, environment)
         for number in early:
             process.send_signal(number)
         return process.wait()
@@ -224,9 +224,14 @@ def in_foreground(child: int) -> bool:
         return False
 
 
-def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def start(command: list[str], environment: dict[str, str], **streams: Any) -> subprocess.Popen[bytes]:
+    """Start a program, which ends with this process.
+
+    Raises:
+        RefusedError: it cannot be started.
+    """
     try:
-        return subprocess.Popen(command, env=environment, preexec_fn=_ends_with_this_process())
+        return subprocess.Popen(command, env=environment, preexec_fn=_ends_with_this_process(), **streams)
     except OSError as error:
         raise RefusedError(f"{command[0]} cannot be started: {_why_not_started(command[0], error)}") from error
 

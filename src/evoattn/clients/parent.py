@@ -132,7 +132,7 @@ def environment(
     watched: dict[str, list[str]],
     *,
     layers: bool = True,
-    graphs: bool = False,
+    graphs: bool = True,
     precision: str = "exact",
     wait: bool = True,
     seed: int | None = None,

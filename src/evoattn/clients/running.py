@@ -31,7 +31,8 @@ _BYTES = 8
 class Tally:
     """Counts of names, in a file that is mapped to memory: they outlive a process that is killed.
 
-    A forked process begins a file of its own. If the folder is None, gone or full, nothing is counted.
+    A forked process begins a file of its own. If the folder is None, gone or full, nothing is counted; names beyond
+    1,024 are not.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
@@ -109,8 +110,9 @@ def imported(module: str, names: list[str], folder: str | None, options: dict[st
 
         try:
             patched = patch_as_imported(name, module, tell, **options)
-        except UnknownRelease as error:
+        except Exception as error:  # the program's own import shall not fail
             _refused.add(name)
-            tally.add("refused", name, str(error))
+            known = isinstance(error, UnknownRelease)
+            tally.add("refused", name, str(error) if known else f"{type(error).__name__}: {error}")
         else:
             tally.add("patched", name, patched.versions[name])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import math
 from pathlib import Path
 
 import torch
@@ -45,16 +47,20 @@ class Difference:
     lddt: float
 
 
-def read(path: Path) -> Structure:
-    """Read a file in mmCIF or PDB.
+def check_reader() -> None:
+    """Refuse if there is nothing that reads structures."""
+    if importlib.util.find_spec("gemmi") is None:
+        raise RefusedError("gemmi is not installed, which reads structures: pip install gemmi")
+
+
+def read(path: Path) -> Structure | None:
+    """Read a file in mmCIF or PDB. None: it has no atoms, as a file of components.
 
     Raises:
-        RefusedError: gemmi is not installed, or the file has no atoms.
+        RefusedError: the file cannot be read.
     """
-    try:
-        import gemmi
-    except ImportError as error:
-        raise RefusedError("gemmi is not installed, which reads structures: pip install 'evoattn[compare]'") from error
+    import gemmi
+
     atoms, residues, places = [], [], []
     try:
         models = list(gemmi.read_structure(str(path)))
@@ -67,7 +73,7 @@ def read(path: Path) -> Structure:
                 residues.append((chain.name, number))
                 places.append(atom.pos.tolist())
     if not atoms:
-        raise RefusedError(f"{path} has no atoms")
+        return None
     numbers = {residue: number for number, residue in enumerate(dict.fromkeys(residues))}
     of_atoms = torch.tensor([numbers[x] for x in residues])
     return Structure(tuple(atoms), of_atoms, torch.tensor(places, dtype=torch.float64))
@@ -75,13 +81,17 @@ def read(path: Path) -> Structure:
 
 def compare(first: Structure, second: Structure) -> Difference:
     """Compare structures of the same atoms in the same order. A place that is not finite makes both numbers NaN."""
-    if not (first.places.isfinite().all() and second.places.isfinite().all()):
-        return Difference(float("nan"), float("nan"))
-    return Difference(rmsd(first.places, second.places), lddt(first, second))
+    distance = rmsd(first.places, second.places)
+    return Difference(distance, distance if math.isnan(distance) else lddt(first, second))
 
 
 def rmsd(x: Tensor, y: Tensor) -> float:
-    """The root mean square distance of atoms `[N, 3]` after the best superposition, without a reflection (Kabsch 1976)."""
+    """The root mean square distance of atoms `[N, 3]` after the best superposition, without a reflection (Kabsch 1976).
+
+    NaN: a place is not finite.
+    """
+    if not (x.isfinite().all() and y.isfinite().all()):
+        return math.nan
     x, y = x - x.mean(0), y - y.mean(0)
     u, s, vt = torch.linalg.svd(x.T @ y)
     if torch.linalg.det(u @ vt) < 0:

@@ -78,7 +78,7 @@ def _leave(folder: Any, name: str, text: str = "") -> None:
 def _tell_peak(folder: Any) -> None:
     """Leave the most bytes that torch had on one GPU."""
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch is not None and torch.cuda.is_initialized():
         peak = max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count()))
         _leave(folder, f"{os.getpid()}.peak", str(peak))
 
@@ -96,7 +96,7 @@ def _leave_the_stage() -> None:
 
 if "EVOATTN_RUN" in os.environ:
     _told = json.loads(os.environ["EVOATTN_RUN"])
-    _leave(_told["folder"], f"{os.getpid()}-{os.urandom(4).hex()}.began", " ".join(sys.orig_argv))
+    _leave(_told["folder"], f"{os.getpid()}-{os.urandom(4).hex()}.began", " ".join(getattr(sys, "orig_argv", [sys.executable])))
     sys.meta_path.insert(0, _Finder(_told))
     if _told["seed"] is not None:
         importlib.import_module("random").seed(_told["seed"])

@@ -6,7 +6,8 @@ to nearest even, which doubles the error of a kernel, so they round here too. An
 here: there it has that of what was compared, which Triton 3.9 refuses as a mask once it was spread out from a single number.
 
 It also saves more than half of the time. Triton's interpreter looks through all of the language at each call of a function
-inside a kernel, describes the type of every result anew, and sums integers in 64 bits to find overflow that it does not tell.
+inside a kernel, describes the type of every result anew, compares sizes one by one before each operation, and sums integers in
+64 bits to find overflow that it does not tell. A program costs it milliseconds, so a launch of rows has few of them here.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import triton.runtime.interpreter as interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from evoattn.backends import triton as backend
+from evoattn.core import devices
 
 __all__ = ["patch"]
 
@@ -110,7 +112,7 @@ def _make_types_once() -> None:
         key = (element_ty.name, tuple(getattr(size, "value", size) for size in shape))
         if key not in types:
             make_type(self, element_ty, shape)
-            types[key] = {**vars(self), "of_tensor": of_tensor(self)}
+            types[key] = {**vars(self), "of_tensor": of_tensor(self), "sizes": key[1]}
         vars(self).update(types[key])
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
@@ -121,9 +123,32 @@ def _make_types_once() -> None:
     tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
 
 
+def _broadcast_at_once() -> None:
+    """Return blocks of equal sizes as they are, and broadcast others of as many axes by what NumPy knows of their sizes."""
+    semantics = interpreter.interpreter_semantic.__class__
+    broadcast = semantics.broadcast_impl_value
+
+    def widened(self: Any, x: Any, sizes: tuple[int, ...]) -> Any:
+        if x.type.sizes == sizes:
+            return x
+        return self.tensor(self.builder.create_broadcast(x.handle, sizes), tl.block_type(x.type.scalar, [*sizes]))
+
+    def broadcast_at_once(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        left, right = (getattr(x.type, "sizes", ()) for x in (lhs, rhs))
+        if left == right:
+            return lhs, rhs
+        if len(left) != len(right) or any(i != j and 1 not in (i, j) for i, j in zip(left, right, strict=True)):
+            return broadcast(self, lhs, rhs)  # type: ignore[no-any-return]
+        sizes = tuple(map(max, left, right))
+        return widened(self, lhs, sizes), widened(self, rhs, sizes)
+
+    semantics.broadcast_impl_value = broadcast_at_once
+
+
 def patch() -> None:
     """Route operations on bfloat16 through float32, and make what comparisons find int1. Harmless when called again."""
     backend.INTERPRETED = (*backend.INTERPRETED, torch.bfloat16)
+    devices._OF_AN_H200 = 2  # multiprocessors
     if getattr(InterpreterBuilder, "bfloat16_is_right", False):
         return
     dot, binary, unary = InterpreterBuilder.create_dot, InterpreterBuilder.binary_op, InterpreterBuilder.unary_op
@@ -158,3 +183,4 @@ def patch() -> None:
     _replace_once()
     _skip_checks_of_overflow()
     _make_types_once()
+    _broadcast_at_once()

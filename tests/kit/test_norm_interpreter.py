@@ -5,26 +5,20 @@ this file starts itself once more with the variable set.
 """
 
 import copy
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip("triton")
-HERE = pathlib.Path(__file__)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from tests.helpers.interpreted import INTERPRETED, PARTS, run
 
+pytest.importorskip("triton")
 if not INTERPRETED:
 
-    def test_in_the_interpreter() -> None:
+    @pytest.mark.parametrize("part", PARTS)
+    def test_in_the_interpreter(part: str) -> None:
         """All tests below, in a process where Triton interprets."""
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE)]
-        done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        run(__file__, part)
 
 else:
     from tests.helpers import interpreter
@@ -96,7 +90,7 @@ else:
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
-    @pytest.mark.parametrize("autocast", [False, True])
+    @pytest.mark.parametrize("autocast", [pytest.param(False, marks=pytest.mark.slow), True])
     def test_in_a_layer(monkeypatch: pytest.MonkeyPatch, autocast: bool) -> None:
         """A whole layer with the kernels, and with plain torch: outputs and gradients, z transposed in memory too."""
         torch.manual_seed(0)

@@ -4,14 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.interpreted import INTERPRETED, run
+from tests.helpers.interpreted import INTERPRETED, PARTS, run
 
 pytest.importorskip("triton")
 if not INTERPRETED:
 
-    def test_in_the_interpreter() -> None:
+    @pytest.mark.parametrize("part", PARTS)
+    def test_in_the_interpreter(part: str) -> None:
         """All tests below, in a process where Triton interprets."""
-        run(__file__, "not slow")
+        run(__file__, part)
 
 else:
     from tests.helpers import interpreter
@@ -26,8 +27,10 @@ else:
     def test_the_kernel_does_the_same(shape: tuple[int, ...], hidden: int, bias: bool, dtype: torch.dtype) -> None:
         check_kernel(shape, hidden, bias, dtype, "cpu")
 
-    @pytest.mark.parametrize("transposed", [False, True])
-    @pytest.mark.parametrize("starting", [False, True])
+    @pytest.mark.parametrize(
+        ("starting", "transposed"),
+        [(False, True), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(False, False), (True, False), (True, True)])],
+    )
     def test_a_layer_ends_in_one_launch(starting: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         check_layer(starting, transposed, "cpu", monkeypatch)
 

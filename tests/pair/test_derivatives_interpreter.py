@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.interpreted import INTERPRETED, run
+from tests.helpers.interpreted import INTERPRETED, PARTS, run
 
 pytest.importorskip("triton")
 if not INTERPRETED:
 
-    def test_in_the_interpreter() -> None:
+    @pytest.mark.parametrize("part", PARTS)
+    def test_in_the_interpreter(part: str) -> None:
         """All tests below, in a process where Triton interprets."""
-        run(__file__, "not slow")
+        run(__file__, part)
 
 else:
     from tests.helpers import interpreter
@@ -37,7 +38,9 @@ else:
         pytest.mark.filterwarnings("ignore:There is a performance drop"),
     ]
 
-    IN_EACH_MODE = pytest.mark.parametrize("mode", ALL_MODES)
+    QUICK_MODES = ("none", "torch.device", "dispatch mode")
+    MODES = [pytest.param(mode, marks=[] if mode in QUICK_MODES else [pytest.mark.slow]) for mode in ALL_MODES]
+    """All of them, of which some are quick: a first derivative is quick in each."""
 
     class Problem:
         """An operator of x, of one of its weights, and of both; the same in dense float64; a point and two directions."""
@@ -82,7 +85,7 @@ else:
         watch_steps(monkeypatch, multiplication_steps, "gate_in", "gate_in_backward")
         return ran
 
-    @IN_EACH_MODE
+    @pytest.mark.parametrize("mode", ALL_MODES)
     def test_a_first_derivative_in_every_mode(problem: Problem, mode: str) -> None:
         x = problem.x.clone().requires_grad_()
         with ALL_MODES[mode](torch.device("cpu")):
@@ -90,7 +93,7 @@ else:
         expected = torch.func.grad(problem.dense_loss)(problem.x)
         assert worst([dx], [expected]) < 1e-5
 
-    @IN_EACH_MODE
+    @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("batched", [False, True])
     def test_a_second_derivative_raises_in_every_mode(problem: Problem, mode: str, batched: bool) -> None:
         """By x, by a weight, and by the cotangent alone: a gradient is linear in it, which `functional.jvp` uses."""
@@ -110,7 +113,7 @@ else:
         with pytest.raises(RuntimeError, match="no second derivative"):
             torch.autograd.grad(dx.square().sum(), x)
 
-    @IN_EACH_MODE
+    @pytest.mark.parametrize("mode", MODES)
     def test_gradients_of_many_cotangents_in_every_mode(problem: Problem, mode: str) -> None:
         x = problem.x.clone().requires_grad_()
         with ALL_MODES[mode](torch.device("cpu")):
@@ -165,7 +168,7 @@ else:
             with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="backward of layers .* no forward-mode"):
                 torch.autograd.grad(output, x, forward_ad.make_dual(problem.do, problem.do))
 
-    @IN_EACH_MODE
+    @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("reentrant", [True, False])
     def test_checkpoints_in_every_mode(problem: Problem, reentrant: bool, mode: str) -> None:
         x = problem.x.clone().requires_grad_()
@@ -178,7 +181,9 @@ else:
         "SwiGLU": lambda dropout, **options: Transition(16, 1, **options),
     }
 
-    @pytest.mark.parametrize("needs", ["z", "parameters", "both", "nothing"])
+    @pytest.mark.parametrize(
+        "needs", ["both", *(pytest.param(x, marks=pytest.mark.slow) for x in ("z", "parameters", "nothing"))]
+    )
     @pytest.mark.parametrize(
         ("training", "residual", "dropout"), [(False, False, 0.25), (True, True, 0.25), (True, False, 0.25), (True, True, 0.0)]
     )
@@ -203,7 +208,14 @@ else:
             values.append([output.detach(), *(torch.autograd.grad(output.sum(), leaves) if leaves else ())])
         assert worst(values[1], values[0]) < 1e-6
 
-    @pytest.mark.parametrize(("needs", "mode"), [("x", "none"), ("weight", "none"), *(("both", mode) for mode in ALL_MODES)])
+    @pytest.mark.parametrize(
+        ("needs", "mode"),
+        [
+            ("x", "none"),
+            ("weight", "none"),
+            *(pytest.param("both", mode, marks=[] if mode in QUICK_MODES else [pytest.mark.slow]) for mode in ALL_MODES),
+        ],
+    )
     def test_an_output_changed_in_place_in_every_mode(problem: Problem, needs: str, mode: str) -> None:
         x, weight = problem.x.clone(), problem.weight.clone()
         leaves = [y.requires_grad_() for name, y in (("x", x), ("weight", weight)) if needs in (name, "both")]

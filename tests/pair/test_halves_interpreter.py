@@ -6,14 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.helpers.interpreted import INTERPRETED, run
+from tests.helpers.interpreted import INTERPRETED, PARTS, run
 
 pytest.importorskip("triton")
 if not INTERPRETED:
 
-    def test_in_the_interpreter() -> None:
+    @pytest.mark.parametrize("part", PARTS)
+    def test_in_the_interpreter(part: str) -> None:
         """All tests below, in a process where Triton interprets."""
-        run(__file__, "not slow")
+        run(__file__, part)
 
 else:
     from tests.helpers import interpreter
@@ -54,7 +55,11 @@ else:
 
     # channels, hidden channels, length: sizes below, at and above those of tiles
     SIZES = ((16, 24, 5), (32, 16, 16), (24, 40, 19), (16, 16, 1))
-    ALL_SIZES = (*((sizes, outgoing) for sizes in SIZES for outgoing in (True, False)), ((16, 16, 70), False))
+    ALL_SIZES = (
+        *((sizes, True) for sizes in SIZES),
+        (SIZES[0], False),
+        *(pytest.param(sizes, False, marks=pytest.mark.slow) for sizes in (*SIZES[1:], (16, 16, 70))),
+    )
 
     @pytest.mark.parametrize(("sizes", "outgoing"), ALL_SIZES, ids=str)
     def test_multiplications_are_no_further_from_float64_than_float32(

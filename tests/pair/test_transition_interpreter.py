@@ -5,14 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.interpreted import INTERPRETED, run
+from tests.helpers.interpreted import INTERPRETED, PARTS, run
 
 pytest.importorskip("triton")
 if not INTERPRETED:
 
-    def test_in_the_interpreter() -> None:
+    @pytest.mark.parametrize("part", PARTS)
+    def test_in_the_interpreter(part: str) -> None:
         """All tests below, in a process where Triton interprets."""
-        run(__file__, "not slow")
+        run(__file__, part)
 
 else:
     from tests.helpers import interpreter
@@ -40,8 +41,15 @@ else:
     CASES = [(dtype, SIZES[0]) for dtype in DTYPES] + [(torch.float32, sizes) for sizes in SIZES[1:]]
 
     @pytest.mark.parametrize(("dtype", "sizes"), CASES, ids=str)
-    @pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "relu"])
-    @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+    @pytest.mark.parametrize(
+        ("gated", "bias"),
+        [
+            pytest.param(True, True, id="swiglu-bias"),
+            pytest.param(False, False, id="relu-plain"),
+            pytest.param(True, False, id="swiglu-plain", marks=pytest.mark.slow),
+            pytest.param(False, True, id="relu-bias", marks=pytest.mark.slow),
+        ],
+    )
     def test_transition_kernels_agree_with_float64(
         dtype: torch.dtype, sizes: tuple[Any, ...], gated: bool, bias: bool, launches: list[str]
     ) -> None:
@@ -134,7 +142,7 @@ else:
         rows, factors = x.detach().flatten(0, 1), mask.flatten()
         assert steps.forward(rows, factors, parameters, options, out=rows)[0] is rows
 
-    @pytest.mark.parametrize("size", [1.0, 100.0, 1e6])
+    @pytest.mark.parametrize("size", [1.0, *(pytest.param(size, marks=pytest.mark.slow) for size in (100.0, 1e6))])
     @pytest.mark.parametrize("channels", [16, 24, 64, 100, 128])
     def test_rows_of_equal_channels(channels: int, size: float) -> None:
         """Their norm is 0, and so is the gradient through ReLU. Their mean is a rounded sum."""

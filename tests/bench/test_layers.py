@@ -31,7 +31,7 @@ PEERS = {way.name: way for way in WAYS if way.name in ("openfold3", "cuequivaria
 EAGER = tuple(way for way in WAYS if not way.compiles and way.name not in PEERS)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if x == "layer_msa_column12" else []) for x in SMALL])
 def test_every_way_computes_the_same_layer(name: str) -> None:
     check(inputs_of(workload(name), torch.float32, CPU), *EAGER)
 

@@ -77,8 +77,8 @@ def test_workers_leave_the_cores_to_the_program(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("task", "why"),
     [
-        (Task("os:_exit", (3,)), "the worker process died: exit status 3"),
-        (Task("os:rmdir", ("/no/such/folder",)), "FileNotFoundError"),
+        pytest.param(Task("os:_exit", (3,)), "the worker process died: exit status 3", marks=pytest.mark.slow),
+        pytest.param(Task("os:rmdir", ("/no/such/folder",)), "FileNotFoundError", marks=pytest.mark.slow),
         (Task("os:getpid"), "it is not where it is looked for"),
     ],
 )

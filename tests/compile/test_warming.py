@@ -24,7 +24,6 @@ from evoattn.dispatch.axes import canonicalise
 
 TRIANGLE = Attention("triangle", 4, 32, n=40)
 H200 = cards_of("sm_90a")[0]
-PASSES = pytest.mark.parametrize("training", [False, True], ids=["forward", "backward"])
 
 
 @pytest.fixture
@@ -63,7 +62,7 @@ def planned(call: Call, backend: Any) -> tuple[Any, tuple[Any, ...]]:
     return plan, (*values, empty_gradients(inputs, "bnhld", needs))
 
 
-@PASSES
+@pytest.mark.parametrize("training", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forward", "backward"])
 def test_a_launch_reads_what_was_kept_for_hopper(training: bool, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
     from evoattn.backends import hopper
@@ -91,7 +90,7 @@ def test_a_launch_reads_what_was_kept_for_hopper(training: bool, cache: pathlib.
     assert set(loaded) == {found_call.kernel.name for found_call in kept}
 
 
-@PASSES
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "backward"])
 def test_a_launch_reads_what_was_kept_for_triton(training: bool, cache: pathlib.Path) -> None:
     pytest.importorskip("triton.runtime._async_compile", reason="no Triton, or one that compiles no kernel ahead")
     import triton
@@ -142,8 +141,13 @@ def test_plans_for_another_card_are_not_kept() -> None:
 ATTENTIONS = {attentions: name for name, attentions in FAMILIES.items()}
 """Each tuple of attentions once: some families have the same."""
 
+QUICK = ("esmfold", "opendde")
 
-@pytest.mark.parametrize("attentions", ATTENTIONS, ids=ATTENTIONS.values())
+
+@pytest.mark.parametrize(
+    "attentions",
+    [pytest.param(x, id=name, marks=[] if name in QUICK else pytest.mark.slow) for x, name in ATTENTIONS.items()],
+)
 def test_every_attention_of_a_family_has_plans(attentions: tuple[Attention, ...]) -> None:
     """On every architecture, in all its dtypes, at a length that divides by nothing."""
     for arch in ARCHITECTURES:

@@ -53,7 +53,7 @@ def canonical(requires_grad: bool = True, **changes: object) -> Inputs:
     return Inputs._make(leaves)
 
 
-@pytest.mark.parametrize("layout", ["bnlhd", "bnhld"])
+@pytest.mark.parametrize("layout", [pytest.param("bnlhd", marks=pytest.mark.slow), "bnhld"])
 @pytest.mark.parametrize(
     "biases", [{}, {"mask": None, "mask_bias": None}, {"pair_bias": None, "dtype": torch.bfloat16}, {"gate": None}]
 )
@@ -105,7 +105,7 @@ def step(function: Callable[..., Tensor], length: int, gate: bool = False) -> li
     return [output.detach(), *torch.autograd.grad(output, arguments, cotangent)]
 
 
-@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("gate", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compile_fullgraph_without_recompiling(gate: bool) -> None:
     """Forward and backward as one graph each, and one compilation for every length."""
     torch._dynamo.reset()
@@ -141,7 +141,7 @@ def test_compile_with_inductor_marks_lengths_dynamic_by_itself() -> None:
             torch.testing.assert_close(value, expected)
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(None, marks=pytest.mark.slow), True])
 def test_compiled_code_takes_any_scale(dynamic: bool | None) -> None:
     """One that is an argument, which becomes a symbol when it changes, and one of the number of channels."""
     torch._dynamo.reset()

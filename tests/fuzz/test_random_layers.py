@@ -32,14 +32,14 @@ SMALL = 4000
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("first", SEEDS[::CHUNK])
+@pytest.mark.parametrize("first", [pytest.param(x, marks=pytest.mark.slow if x >= 120 else []) for x in SEEDS[::CHUNK]])
 def test_layers_hold_on_the_cpu(first: int) -> None:
     drawn = [random_layer(seed, largest=SMALL) for seed in range(first, first + CHUNK)]
     failed = {layer.seed: outcome.what for layer in drawn if (outcome := judge_layer(layer)).status != "held"}
     assert not failed
 
 
-@pytest.mark.parametrize("first", range(0, 60, 20))
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (20, 40))])
 def test_operators_hold_on_the_cpu(first: int) -> None:
     drawn = [random_layer(seed, largest=SMALL, kinds=tuple(OPERATORS)) for seed in range(first, first + 20)]
     failed = {call.seed: outcome.what for call in drawn if (outcome := judge_layer(call)).status != "held"}

@@ -23,7 +23,7 @@ SIZES = {"largest": 12_000, "longest": 200}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+@pytest.mark.parametrize("first", [pytest.param(x, marks=pytest.mark.slow if x % 50 else []) for x in range(0, SEEDS, CHUNK)])
 def test_cpu_backends_hold_on_random_problems(first: int) -> None:
     """300 problems, each on both backends."""
     for backend in ("tiled", "reference"):

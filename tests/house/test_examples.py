@@ -5,6 +5,7 @@ import contextlib
 import doctest
 import importlib
 import io
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers.pages import BLOCK, ROOT
+from tests.helpers.processes import forked
 
 PACKAGE = ROOT / "src" / "evoattn"
 DOCUMENTED = sorted(path for path in PACKAGE.rglob("*.py") if ">>> " in path.read_text())
@@ -53,11 +55,21 @@ def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 5
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+TRAINS = "train_pair_stack.py"
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(x, marks=pytest.mark.slow if x.name == TRAINS else []) for x in EXAMPLES], ids=lambda path: path.name
+)
 def test_example_prints_what_it_says(path: Path) -> None:
-    done = subprocess.run([sys.executable, str(path)], check=False, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert words(done.stdout) == promised(path.read_text())
+    def run() -> None:
+        sys.argv[:] = [str(path)]
+        runpy.run_path(str(path), run_name="__main__")
+
+    process = forked(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    printed, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    assert words(printed) == promised(path.read_text())
 
 
 @pytest.fixture

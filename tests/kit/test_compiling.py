@@ -27,7 +27,7 @@ from tests.helpers.beside import no_workers_yet
 def launched(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of kernels that are launched on an H100, which is not there. None is kept."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    no_workers_yet(monkeypatch)
+    no_workers_yet(monkeypatch, idle_s=2.0)  # a start takes longer
     launch._plan_once.cache_clear()
     compiling._takes_files.cache_clear()
     compiling.digest_of_triton().result()

@@ -267,21 +267,28 @@ def train(call: nn.Module, row: Row, length: int = SHORT) -> list[Tensor]:
     return [x for x in outcome(call, inputs, *others) if x.dtype == torch.float32]
 
 
-@each(slow=lambda row: row.large and row.name not in ("Boltz' block", "PairBlock", "PairformerBlock"))
+VARIANTS = of_names(
+    *("triangle, start", "multiplication, outgoing", "MSA columns, global", "transition, conditioned, of three factors"),
+    *("openfold.attention, masks of queries", "cuequivariance.triangle_attention, all results"),
+)
+"""Rows that differ little from another one."""
+
+
+@each(slow=lambda row: (row.large and row.name != "Boltz' block") or VARIANTS(row))
 def test_inference_is_one_graph(row: Row) -> None:
     call = row.make()
     compiled = torch.compile(call, backend="eager", fullgraph=True)
     assert_close(run(compiled, row), run(call, row))
 
 
-@each(only=lambda row: row.trains, slow=lambda row: row.large or not SOME(row))
+@each(only=lambda row: row.trains, slow=lambda row: not of_names("triangle, end", "transition, SwiGLU")(row))
 def test_training_is_one_graph(row: Row) -> None:
     call = row.make()
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     assert_close(train(compiled, row), train(call, row))
 
 
-@each(slow=lambda row: row.large or not SOME(row))
+@each(slow=lambda row: not of_names("transition, SwiGLU", "openfold.attention")(row))
 def test_other_lengths_compile_nothing_anew(row: Row) -> None:
     call = row.make()
     compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=True)
@@ -317,7 +324,7 @@ def exported(row: Row, call: nn.Module, *, strict: bool) -> Any:
 
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
-@each(slow=lambda row: row.large or not (SOME(row) or row.name in ("MSA rows", "triangle_multiplication", "templates")))
+@each(slow=lambda row: row.large or not SOME(row))
 def test_an_exported_program_takes_other_lengths(row: Row, strict: bool) -> None:
     if row.replaced and not strict:
         pytest.skip("torch gives each module a class of its own then, so a replaced block runs the client's own forward")

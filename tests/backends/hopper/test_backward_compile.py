@@ -183,10 +183,8 @@ def test_the_pass_of_a_gate(channels):
         assert make(GatePass(dtype, channels, dlse=False, passes=passes, gradient=gradient)).spilled == 0
 
 
-@pytest.mark.parametrize(
-    ("channels", "length", "pair"),
-    [(32, 384, True), *(pytest.param(*each, marks=slow) for each in ((64, 384, True), (48, 768, True), (32, 512, False)))],
-)
+@slow
+@pytest.mark.parametrize(("channels", "length", "pair"), [(32, 384, True), (64, 384, True), (48, 768, True), (32, 512, False)])
 def test_dq_of_a_gated_call(channels, length, pair):
     """It needs less: no o."""
     formula = planned.query_shared_bytes(channels, True, planned.query_variant(channels, length, True)) if pair else None

@@ -294,7 +294,7 @@ def start(step: str) -> subprocess.Popen:
     return process
 
 
-@pytest.mark.parametrize("step", ["build", "write"])
+@pytest.mark.parametrize("step", [pytest.param("build", marks=pytest.mark.slow), "write"])
 def test_a_killed_process_leaves_nothing_that_a_later_one_believes(
     step: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +313,7 @@ def test_a_killed_process_leaves_nothing_that_a_later_one_believes(
     read_again(monkeypatch)
 
 
+@pytest.mark.slow
 def test_two_processes_compile_the_same_kernel_at_once(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes = [start(""), start("")]
     for process in processes:

@@ -38,7 +38,7 @@ def counts(printed: str, backend: str) -> tuple[int, int, int]:
 
 
 def test_kernels_are_compiled_once(cache: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["warm", *SMALL, "--jobs", "2"]) == 0
+    assert cli.main(["warm", *SMALL, "--jobs", "1"]) == 0
     printed = capsys.readouterr().out
     compiled, there, failed = counts(printed, "triton")
     assert compiled > 3 and there == failed == 0

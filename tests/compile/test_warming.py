@@ -24,6 +24,9 @@ from evoattn.dispatch.axes import canonicalise
 
 TRIANGLE = Attention("triangle", 4, 32, n=40)
 H200 = cards_of("sm_90a")[0]
+PASSES = pytest.mark.parametrize(
+    "training", [pytest.param(False, id="forward"), pytest.param(True, id="backward", marks=pytest.mark.slow)]
+)
 
 
 @pytest.fixture
@@ -62,7 +65,7 @@ def planned(call: Call, backend: Any) -> tuple[Any, tuple[Any, ...]]:
     return plan, (*values, empty_gradients(inputs, "bnhld", needs))
 
 
-@pytest.mark.parametrize("training", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forward", "backward"])
+@PASSES
 def test_a_launch_reads_what_was_kept_for_hopper(training: bool, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
     from evoattn.backends import hopper
@@ -90,7 +93,7 @@ def test_a_launch_reads_what_was_kept_for_hopper(training: bool, cache: pathlib.
     assert set(loaded) == {found_call.kernel.name for found_call in kept}
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["forward", "backward"])
+@PASSES
 def test_a_launch_reads_what_was_kept_for_triton(training: bool, cache: pathlib.Path) -> None:
     pytest.importorskip("triton.runtime._async_compile", reason="no Triton, or one that compiles no kernel ahead")
     import triton
@@ -155,6 +158,7 @@ def test_every_attention_of_a_family_has_plans(attentions: tuple[Attention, ...]
             assert calls.find_all([call], cards_of(arch)[-1]), f"{call} on {arch}"
 
 
+@pytest.mark.slow
 def test_the_default_lengths_stand_for_others() -> None:
     """Kernels of lengths that nobody chose are among those of the default lengths."""
 

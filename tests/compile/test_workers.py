@@ -33,9 +33,8 @@ def reports(*tasks: Task, pool: Pool | None = None) -> list[Report]:
         return list(pool.run(tasks))
 
 
-def test_results_come_back() -> None:
-    with Pool(2) as pool:
-        results = list(pool.run(Task("operator:mul", (i, i)) for i in range(5)))
+def test_results_come_back(shared: Pool) -> None:
+    results = reports(*(Task("operator:mul", (i, i)) for i in range(5)), pool=shared)
     assert sorted(report.result for report in results) == [0, 1, 4, 9, 16]
     assert all(report.error is None and report.seconds > 0 for report in results)
 

@@ -226,10 +226,20 @@ def compiled(mesh: Any) -> float:
     return max((x.full_tensor() - y.full_tensor()).abs().max().item() for x, y in zip(*gradients, strict=True))
 
 
+QUICK = ("rows", "rows_and_heads", "heads_and_queries", "channels", "gate_of_rows_and_heads", "a_sum")
+"""Names of splits that `make test` computes."""
+
+
+def measure_splits(quick: bool) -> dict[str, Any]:
+    """Values of the quick or the slow splits, in one of the processes."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    return {split.case.name: differentiate(split, mesh) for split in SPLITS if (split.case.name in QUICK) == quick}
+
+
 def measure() -> dict[str, Any]:
     """Values and messages, in one of the processes."""
     mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
-    results: dict[str, Any] = {split.case.name: differentiate(split, mesh) for split in SPLITS}
+    results = measure_splits(quick=True)
     results["refused"] = refused(mesh)
     results["compiled"] = compiled(mesh)
     results["ddp"] = train(DistributedDataParallel, rank, PROCESSES)
@@ -242,13 +252,27 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return distributed.results(measure, tmp_path_factory.mktemp("processes"), processes=PROCESSES)[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.case.name)
-def test_split_calls(split: Split, measured: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def measured_slowly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return distributed.results(measure_splits, tmp_path_factory.mktemp("slow"), False, processes=PROCESSES)[0]  # type: ignore[no-any-return]
+
+
+def check_split(split: Split, result: dict[str, Any]) -> None:
     """Outputs and gradients are those of one process, and lie where q and the inputs do."""
-    result = measured[split.case.name]
     testing.check(testing.Results(result["values"]), split.case.make(seed=4))
     assert result["placements"] == (split.o, split.lse)
     assert all(result["kept"].values()), result["kept"]
+
+
+@pytest.mark.parametrize("split", [x for x in SPLITS if x.case.name in QUICK], ids=lambda split: split.case.name)
+def test_split_calls(split: Split, measured: dict[str, Any]) -> None:
+    check_split(split, measured[split.case.name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [x for x in SPLITS if x.case.name not in QUICK], ids=lambda split: split.case.name)
+def test_other_split_calls(split: Split, measured_slowly: dict[str, Any]) -> None:
+    check_split(split, measured_slowly[split.case.name])
 
 
 def test_a_process_computes_its_own_part(measured: dict[str, Any]) -> None:

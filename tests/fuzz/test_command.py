@@ -97,6 +97,7 @@ def test_smaller_problems_can_be_made() -> None:
     assert steps > 500
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_fails_its_problem_alone() -> None:
     with Workers(1, f"{JUDGES}:dies") as workers:
         reports = {trial.problem.seed: outcome for trial, outcome in workers.run(some_trials(4)[1:])}

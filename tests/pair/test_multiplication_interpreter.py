@@ -7,14 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.interpreted import INTERPRETED, run
+from tests.helpers.interpreted import INTERPRETED, PARTS, run
 
 pytest.importorskip("triton")
 if not INTERPRETED:
 
-    def test_in_the_interpreter() -> None:
+    @pytest.mark.parametrize("part", PARTS)
+    def test_in_the_interpreter(part: str) -> None:
         """All tests below, in a process where Triton interprets."""
-        run(__file__, "not slow")
+        run(__file__, part)
 
 else:
     from tests.helpers import interpreter
@@ -39,9 +40,14 @@ else:
         return watch_steps(monkeypatch, steps, "gate_in", "gate_out", "gate_out_backward", "gate_in_backward")
 
     CASES = [(dtype, SIZES[0]) for dtype in TOLERANCE] + [(torch.float32, sizes) for sizes in SIZES[1:]]
+    BOTH_WAYS = [(*case, outgoing) for outgoing in (True, False) for case in CASES]
+    """Quick: the outgoing ones, and one that is incoming."""
 
-    @pytest.mark.parametrize(("dtype", "sizes"), CASES, ids=str)
-    @pytest.mark.parametrize("outgoing", [True, False])
+    @pytest.mark.parametrize(
+        ("dtype", "sizes", "outgoing"),
+        [pytest.param(*x, marks=pytest.mark.slow if i > len(CASES) else []) for i, x in enumerate(BOTH_WAYS)],
+        ids=str,
+    )
     def test_multiplication_kernels_agree_with_float64(
         dtype: torch.dtype, sizes: tuple[int, ...], outgoing: bool, launches: list[str]
     ) -> None:
@@ -116,7 +122,7 @@ else:
         assert worst(actual, truth(z, mask, parameters, options, do)) < 2e-6
         assert len(launches) == 4
 
-    @pytest.mark.parametrize("channels", [24, 100])
+    @pytest.mark.parametrize("channels", [24, pytest.param(100, marks=pytest.mark.slow)])
     def test_rows_of_equal_channels(channels: int) -> None:
         """The norm of each of z is 0, and so is that of the product, whose channels are equal too. The update is the bias."""
         parameters = weights(channels, channels, bias=True, dtype=torch.float32)
@@ -184,8 +190,10 @@ else:
         dist.destroy_process_group()
 
     @pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo")
-    @pytest.mark.parametrize("axis", [-3, -2])
-    @pytest.mark.parametrize("outgoing", [True, False])
+    @pytest.mark.parametrize(
+        ("outgoing", "axis"),
+        [(True, -3), (False, -2), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(True, -2), (False, -3)])],
+    )
     def test_the_part_of_a_process(outgoing: bool, axis: int, group: Any, launches: list[str]) -> None:
         """Kernels take the positions of a part as squares of side 1. The part here is the whole."""
         parameters, (z, mask, do) = weights(16, 24, bias=outgoing, dtype=torch.float32), inputs((2,), 9, 16, torch.float32)

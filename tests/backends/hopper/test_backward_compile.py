@@ -205,6 +205,7 @@ def test_other_kernels_of_a_gated_call():
 KEYS_384 = dkdv.KeyGradients(cutlass.BFloat16, 32, **BOTH, **planned.key_variant(32, 384, True)._asdict())
 
 
+@slow
 def test_products_overlapped():
     """While a warpgroup computes, as many products run as the plan says: a wait leaves one running."""
     unsplit = fused.FusedGradients(cutlass.BFloat16, 32, key_bias=True, tiles=8)

@@ -181,7 +181,7 @@ else:
         case = testing.Case("shape", lead=(2,), n=3, lq=20, lk=19, mask="random", pair_bias=pair_bias, lse_gradient=True)
         check(case.make(seed=4), deterministic=way != "default")
 
-    @pytest.mark.parametrize("pair_bias", [None, "b1hqk"])
+    @pytest.mark.parametrize("pair_bias", [slow_if(True, None), "b1hqk"])
     @pytest.mark.parametrize("sizes", [{"lq": 20, "lk": 20}, {"lq": 2, "lk": 5}], ids=["tiles", "few"])
     def test_hooks_may_give_back_other_strides(sizes: dict[str, int], pair_bias: str | None) -> None:
         """Equal values, laid out anew."""
@@ -232,7 +232,7 @@ else:
         check(dataclasses.replace(inputs, pair_bias=surrounded[:, :, 1:2]))
 
     @pytest.mark.parametrize("pair_bias", ["b1hqk", *(slow_if(True, shape) for shape in ("b1h1k", "b1hq1", "11111"))])
-    @pytest.mark.parametrize("n", [1, 4])
+    @pytest.mark.parametrize("n", [slow_if(True, 1), 4])
     def test_rows_that_attend_to_nothing_may_hold_anything(monkeypatch: pytest.MonkeyPatch, n: int, pair_bias: str) -> None:
         """NaN in them, and past the last key: the kernel of the queries goes through a tile of theirs all the same."""
         use(monkeypatch, ALL_TILES["two_rows_together"])
@@ -259,7 +259,7 @@ else:
         kept = inputs.mask_bias[: shape[0], : shape[1]]
         check(dataclasses.replace(inputs, mask_bias=kept), deterministic=deterministic)
 
-    @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+    @pytest.mark.parametrize("deterministic", [slow_if(True, False), True], ids=["default", "deterministic"])
     def test_one_row(deterministic: bool) -> None:
         """Nothing to sum over: the pair-bias gradient is stored straight away, and where keys are off it is 0."""
         for mask in (None, "padding"):

@@ -10,13 +10,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.helpers.interpreted import INTERPRETED, run
+from tests.helpers.interpreted import INTERPRETED, PARTS, run
 
 if not INTERPRETED:
 
-    def test_in_the_interpreter() -> None:
+    @pytest.mark.parametrize("part", PARTS)
+    def test_in_the_interpreter(part: str) -> None:
         """All tests below, in a process where Triton interprets."""
-        run(__file__, "not slow")
+        run(__file__, part)
 
 else:
     from tests.helpers import interpreter
@@ -60,7 +61,13 @@ else:
         dataclasses.replace(FEW, name="few_only_dlse", do=False, gate="odd"),
     )
 
-    @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+    SLOW = ("float16", "odd", "only_gate", "only_dlse", "few_one_query", "few_float16", "few_only_dlse")
+
+    @pytest.mark.parametrize(
+        "case",
+        [pytest.param(x, marks=pytest.mark.slow if x.name in SLOW else []) for x in CASES],
+        ids=lambda case: case.name,
+    )
     def test_gated_output_and_gradients_agree_with_float64(case: Gated) -> None:
         """O and all gradients."""
         needs = case.needs if case.lq > 3 else (*case.needs[:3], False, False, case.needs[5])

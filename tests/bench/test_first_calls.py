@@ -33,6 +33,7 @@ def test_every_case_is_in_the_record(
     assert "last done after" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_gives_no_times(first_calls: ModuleType, tmp_path: pathlib.Path) -> None:
     process = first_calls.Caches(tmp_path, tmp_path).start(0, {"length": 8, "device": "no such device", "channels": [8]})
     with pytest.raises(RuntimeError, match="status 1"):

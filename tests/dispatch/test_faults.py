@@ -171,6 +171,7 @@ for backend in ("tiled", "reference"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc is told to give freed memory back")
 def test_a_process_that_is_out_of_memory_goes_on() -> None:
     """The real thing: the system gives no more memory, a little later each time."""

@@ -138,6 +138,7 @@ def test_no_call_waits_for_the_digest_of_triton_where_nothing_is_kept(
         assert attempted(normalise)[0] is not digest and digest.done()
 
 
+@pytest.mark.slow
 def test_a_kernel_of_unaligned_tensors_is_another(launched: list[str]) -> None:
     aligned, other = attempted(normalise), attempted(lambda: normalise(torch.ones(64 * 128 + 1)[1:].view(64, 128)))
     assert aligned[0] is not other[0]

@@ -83,6 +83,7 @@ def plan() -> Any:
         return hopper.plan_forward(Inputs(q, q, q, None, None, pair), scale=0.2, layout="bnhld", config=Config())
 
 
+@pytest.mark.slow
 def test_the_first_call_on_a_bare_machine_does_not_import_the_compiler(
     folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,7 @@ def test_a_walk_that_ends_early_leaves_nothing_half_made(
     assert len(loaded) > 1
 
 
+@pytest.mark.slow
 def test_a_damaged_kernel_in_the_cache_of_triton_is_compiled_anew(
     loaded: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

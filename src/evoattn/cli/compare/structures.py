@@ -75,7 +75,7 @@ def read(path: Path) -> Structure | None:
     if not atoms:
         return None
     numbers = {residue: number for number, residue in enumerate(dict.fromkeys(residues))}
-    of_atoms = torch.tensor([numbers[x] for x in residues])
+    of_atoms = torch.tensor([numbers[x] for x in residues], dtype=torch.int64)
     return Structure(tuple(atoms), of_atoms, torch.tensor(places, dtype=torch.float64))
 
 

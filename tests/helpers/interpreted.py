@@ -10,12 +10,15 @@ import tempfile
 
 import pytest
 
-from tests.helpers.processes import server
+from tests.helpers.processes import call_pytest, server
 
 __all__ = ["INTERPRETED", "PARTS", "run"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether this is such a process."""
+
+SHARE = "EVOATTN_TEST_SHARE"
+"""The share of slow tests that are run. It counts a file as one: all its slow tests are run, or none."""
 
 PARTS = [pytest.param("not slow", id="quick"), pytest.param("slow", marks=pytest.mark.slow)]
 """Which tests of the file are run, by their marks."""
@@ -24,18 +27,9 @@ PARTS = [pytest.param("not slow", id="quick"), pytest.param("slow", marks=pytest
 def run(file: str, part: str) -> None:
     """Run the tests of a file that have these marks; what fails there fails here."""
     arguments = ["-q", "-x", "-m", part, "-p", "no:cacheprovider", "-p", "no:xdist", file]
+    environment = {name: value for name, value in os.environ.items() if name != SHARE} | {"TRITON_INTERPRET": "1"}
     with tempfile.NamedTemporaryFile("r+") as printed:
-        process = server().Process(target=_interpret, args=(arguments, printed.name, {**os.environ, "TRITON_INTERPRET": "1"}))
+        process = server().Process(target=call_pytest, args=(arguments, printed.name, environment))
         process.start()
         process.join()
         assert process.exitcode == 0, printed.read()[-8000:]
-
-
-def _interpret(arguments: list[str], printed: str, environment: dict[str, str]) -> None:
-    """Call pytest, which prints to a file."""
-    os.environ.clear()
-    os.environ.update(environment)
-    file = os.open(printed, os.O_WRONLY)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    raise SystemExit(int(pytest.main(arguments)))

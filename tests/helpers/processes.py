@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["METHOD", "forked", "server"]
+__all__ = ["METHOD", "call_pytest", "forked", "server"]
 
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 """How processes start that may have imported less than the process of the tests."""
@@ -23,6 +23,21 @@ def server() -> Any:
     """The context of such processes."""
     multiprocessing.set_forkserver_preload(IMPORTED)
     return multiprocessing.get_context(METHOD)
+
+
+def call_pytest(arguments: list[str], printed: str, environment: dict[str, str]) -> None:
+    """Call pytest, which prints to a file, in a process of `server` that has this environment.
+
+    It stands here, since a process imports the file of what it calls before it has its environment.
+    """
+    import pytest
+
+    os.environ.clear()
+    os.environ.update(environment)
+    file = os.open(printed, os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    raise SystemExit(int(pytest.main(arguments)))
 
 
 def forked(work: Callable[[], object], **options: Any) -> subprocess.Popen[str]:

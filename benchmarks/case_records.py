@@ -8,7 +8,7 @@ from typing import Any
 
 from evoattn.compile.cache import write
 
-__all__ = ["add", "begun", "read_all"]
+__all__ = ["add", "begun", "card", "read_all"]
 
 Case = dict[str, Any]
 
@@ -16,6 +16,12 @@ Case = dict[str, Any]
 def read_all(folder: Path) -> dict[Path, dict[str, Any]]:
     """Every record of a folder, by its file."""
     return {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+
+
+def card(record: dict[str, Any]) -> str:
+    """The kind of card of a record, such as "H200"."""
+    name: str = record["machine"]["device"]
+    return name.removeprefix("NVIDIA ").partition(" ")[0]
 
 
 def begun(path: Path | None, fresh: dict[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import case_records
 from client_cases import CLIENTS, PASSES
 from record_tables import markdown
 
@@ -42,12 +42,11 @@ def newest(results: Path) -> list[Pair]:
     All lengths of one client, dtype and pass are of the newest day: older records are of other patches.
     """
     found: dict[tuple[str, str, str, int], Pair] = {}
-    paths = sorted((results / "clients").glob("*.json"))
-    records = {path: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    records = case_records.read_all(results / "clients")
     days: dict[tuple[str, str, str], str] = {}
     for path, record in sorted(records.items(), key=lambda x: (x[1]["machine"]["date"], x[0])):
         cases = {(x["client"], x["dtype"], x["pass"], x["residues"], x["switch"], x["patched"]): x for x in record["cases"]}
-        card = record["machine"]["device"].removeprefix("NVIDIA ").partition(" ")[0]
+        card = case_records.card(record)
         for (client, dtype, name, residues, switch, patched), after in cases.items():
             before = cases.get((client, dtype, name, residues, switch, False))
             if not patched or switch != CLIENTS[client].default[name] or before is None or "median_ms" not in after:

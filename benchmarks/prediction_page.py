@@ -69,7 +69,7 @@ def newest(records: dict[Path, dict[str, Any]]) -> list[Row]:
     """What was measured both as installed and under `evoattn run` on one kind of card, in the order of the programs."""
     found: dict[tuple[str, int], dict[str, Case]] = {}
     for record in sorted(records.values(), key=lambda record: str(record["machine"].get("date", ""))):
-        card = record["machine"]["device"].removeprefix("NVIDIA ").partition(" ")[0]
+        card = case_records.card(record)
         for case in filter(_is_full, record["cases"]):
             release = record["programs"].get(_DISTRIBUTIONS.get(case["program"], ""), "")
             name = f"{case['program']} {release}".strip()
@@ -138,7 +138,7 @@ def block(records: dict[Path, dict[str, Any]]) -> str:
     """A table for each program, steps and samples: the newest case of each card, length and way, with the seconds of stages."""
     found: dict[tuple[str, str, int, str], tuple[Case, str]] = {}
     for path, record in sorted(records.items(), key=lambda x: str(x[1]["machine"].get("date", ""))):
-        card = record["machine"]["device"].removeprefix("NVIDIA ").partition(" ")[0]
+        card = case_records.card(record)
         for case in record["cases"]:
             found[_prediction(case), card, case["residues"], case["way"]] = case, path.stem
     lines: list[str] = []

@@ -11,9 +11,9 @@ from unittest import mock
 import torch
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from evoattn.clients.graphs.recorder import Recording, modes, scout
+from evoattn.core.guards import Onlooker
 
 __all__ = ["Again", "Traced", "seen"]
 
@@ -118,16 +118,12 @@ class Traced:
         return Recording(replay, _pytree.tree_unflatten([next(values) if x is TENSOR else x for x in leaves], spec))
 
 
-class _Seeing(TorchDispatchMode):
-    """A mode that has to see operators, as the tracer does. A CPU computes without them what no GPU can repeat."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def seen(run: Callable[[], Any]) -> Any:
-    """Run something whose operators torch has to see."""
-    with _Seeing():  # type: ignore[no-untyped-call]
+    """Run something under a second mode, so that torch has to see operators, as under the tracer.
+
+    A CPU computes without them what no GPU can repeat.
+    """
+    with Onlooker():  # type: ignore[no-untyped-call]
         return run()
 
 

@@ -31,7 +31,7 @@ examples:
   evoattn compare python fold.py input.fasta {out}      {out}: the folder of results; {seed}: the seed
 
 Options of evoattn come before PROGRAM; all that follows is the program's. Its folder of results is chosen by evoattn: --out
-keeps it. Kernels that are not kept are compiled first, which takes minutes: run it again for the seconds.
+keeps it. Kernels that are not kept are compiled first: run it again for the seconds.
 
 exit status: 0 no structure differs by more than another seed or number of threads makes; 1 one does, or could not be
 compared; 2 a run failed

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from evoattn.clients.graphs import FIRST, call_kinds
+from evoattn.clients.graphs.modules import Seen
+from evoattn.clients.graphs.twins import Twin
 from evoattn.clients.site import Count
 from tests.clients.recording import Block, Trunk, draw
 
@@ -152,27 +154,44 @@ def test_streams_share_no_twin(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(trunk.recorder, "state", lambda device, stream=stream: (stream,))
         trunk.agrees()
     first, second = kinds(trunk)
-    addresses = [{y.data_ptr() for y in x._twin.parameters()} for x in (first, second)]  # type: ignore[union-attr]
+    addresses = [{y.data_ptr() for y in x._twin.module.parameters()} for x in (first, second)]  # type: ignore[union-attr]
     assert all(addresses) and not addresses[0] & addresses[1]
+
+
+def test_lengths_share_a_twin() -> None:
+    """It is made for the first one, and gone with the last recording."""
+    trunk = Trunk()
+    for length in (3, 5, 4):
+        trunk.agrees(2, length)
+    made: Any = {x._twin for x in kinds(trunk)}
+    (twin,) = map(weakref.ref, made)
+    assert (len(kinds(trunk)), trunk.recorder.recorded, trunk.count.replaced) == (3, 3, 15)
+    made.clear()
+    trunk.steps.release()
+    gc.collect()
+    assert twin() is None
 
 
 def test_weights_of_a_twin_are_packed() -> None:
     """By dtype, so that one launch writes them. Those of other strides or sizes, and those that are there twice, stay."""
 
-    def weights(seed: int) -> list[Tensor]:
+    def module(seed: int) -> nn.Module:
         a, b, turned, odd = (draw(seed + i, *shape) for i, shape in enumerate(((16, 8), (256,), (8, 16), (3,))))
         twice, half, short = draw(seed + 4, 128), draw(seed + 5, 256).half(), draw(seed + 6, 16)
-        return [nn.Parameter(x) for x in (a, turned.t(), b, odd, half)] + [twice, twice, torch.empty(0), short]
+        made = nn.Module()
+        for i, x in enumerate((a, turned.t(), b, odd, half, twice, twice, torch.empty(0), short)):
+            made.register_buffer(f"w{i}", x)
+        return made
 
-    targets, sources = weights(0), weights(100)
-    stay = [targets[i].data_ptr() for i in (1, 3, 5, 8)]
-    packed = call_kinds.Packed(targets)
-    assert [targets[i].data_ptr() for i in (1, 3, 5, 8)] == stay
+    twin, fresh, other = Twin(module(0)), module(0), module(100)
+    targets, sources = Seen(twin.module).weights, Seen(other).weights
     assert targets[2].data_ptr() == targets[0].data_ptr() + targets[0].nbytes
-    assert all(map(torch.equal, targets, weights(0))), "their values stay"
+    assert not {targets[i].untyped_storage().data_ptr() for i in (1, 3, 5, 8)} & {targets[0].untyped_storage().data_ptr()}
+    assert all(map(torch.equal, targets, Seen(fresh).weights)), "their values stay"
     with torch.autocast("cpu", torch.bfloat16):
-        packed.write(sources)
-    assert all(map(torch.equal, targets, sources)) and all(x.dtype == y.dtype for x, y in zip(targets, sources, strict=True))
+        twin.write(sources)
+    assert all(map(torch.equal, targets, sources))
+    assert all(x.dtype == y.dtype for x, y in zip(targets, sources, strict=True))
 
 
 class Setting:

@@ -10,10 +10,10 @@
 | from 4 on | a replay | |
 
 Blocks of a trunk share a recording: it is made of a copy of one of them, into which a replay writes the weights of the block
-that is called. A stack of blocks is recorded as a whole too, which pays where the host sets the pace.
+that is called.
 
-`steps` has the calls of one function, and `call_kinds` the recording of each kind of call; `recorder` records. `trees` tells
-calls apart by their arguments and `modules` by their modules.
+`steps` has the calls of one function, and `call_kinds` the recording of each kind of call; `recorder` records, and `twins` has
+the copies of blocks. `trees` tells calls apart by their arguments and `modules` by their modules.
 """
 
 from __future__ import annotations

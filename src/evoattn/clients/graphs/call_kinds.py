@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import copy
 import functools
 import weakref
 from collections.abc import Callable
@@ -17,9 +15,9 @@ from evoattn.clients import site
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import Recorder, Recording
 from evoattn.clients.graphs.trees import NotCaptured, Spec, copied, flat, nested, room_for, same_bits
+from evoattn.clients.graphs.twins import Twin, Twins
 from evoattn.clients.site import Count, taped
 from evoattn.core import keeping
-from evoattn.core.devices import uncast
 from evoattn.dispatch.axes import narrow_expanded
 
 _WORTH = 8
@@ -33,9 +31,6 @@ MOST_COPIED = 512 << 20
 
 _UNLIKE = 3
 """So many calls in a row that share fewer tensors than others before them are recorded none the less, with more copies."""
-
-_UNIT = 512
-"""Bytes at whose multiples torch's allocator begins tensors on a GPU."""
 
 GAIN = 0.9
 """A recording is used if a replay takes at most this share of the time of the call itself. Else it is memory for nothing."""
@@ -62,38 +57,6 @@ class _Place:
 
     def exists(self) -> bool:
         return self._tensor() is not None
-
-
-class Packed:
-    """The weights of a twin, moved into one tensor for each dtype, which one launch fills.
-
-    Weights stay where they are that are not contiguous, are there twice, or are no multiple of 512 bytes: torch begins each
-    tensor at one, and what kernels compute may depend on where a weight begins.
-    """
-
-    def __init__(self, weights: list[Tensor]) -> None:
-        times = collections.Counter(map(id, weights))
-        alone = [
-            i for i, x in enumerate(weights) if times[id(x)] == 1 and x.is_contiguous() and x.numel() and x.nbytes % _UNIT == 0
-        ]
-        self._parts: list[tuple[Tensor, list[int]]] = []
-        for dtype in dict.fromkeys(weights[i].dtype for i in alone):
-            places = [i for i in alone if weights[i].dtype == dtype]
-            packed = torch.cat([weights[i].detach().reshape(-1) for i in places])
-            for i, part in zip(places, packed.split([weights[i].numel() for i in places]), strict=True):
-                weights[i].data = part.view(weights[i].shape)
-            self._parts.append((packed, places))
-        self._others = [i for i in range(len(weights)) if i not in alone]
-        self._targets = [weights[i] for i in self._others]
-
-    @torch.no_grad()
-    def write(self, weights: list[Tensor]) -> None:
-        """Write the weights of another module of this structure, in the same order."""
-        for packed, places in self._parts:
-            with uncast(packed.device):
-                torch.cat([weights[i].reshape(-1) for i in places], out=packed)
-        if self._targets:
-            torch._foreach_copy_(self._targets, [weights[i] for i in self._others])
 
 
 class CallKind:
@@ -137,8 +100,7 @@ class CallKind:
         self._facts: list[tuple[int, Callable[[Tensor], Any], Any]] = []  # of tensors: how each is read, and its value
         self._loop: object | None = None  # the run in which the recording began
         self._is_kept = False  # for other runs
-        self._twin: nn.Module | None = None
-        self._weights: Packed | None = None
+        self._twin: Twin | None = None
         self._results: list[Tensor] = []
         self._result_spec: Spec = ()
         self._calls: list[tuple[Count, str]] = []
@@ -196,15 +158,17 @@ class CallKind:
         run: Callable[..., Any],
         module: nn.Module,
         call: Call,
-        shared: bool,
+        twins: Twins | None,
         loop: object | None,
         *,
         only_reads: bool,
     ) -> None:
         """Record a call that has run.
 
-        If it is `shared`, the recording reads the weights of any module of one structure. In the run of a `loop` it makes casts
-        of weights once, and stands for calls in such a run alone. Without one it casts weights at each replay.
+        twins: of the modules of one structure, if the recording is to read the weights of any of them.
+
+        In the run of a `loop` it makes casts of weights once, and stands for calls in such a run alone. Without one it casts
+        weights at each replay.
 
         only_reads: whether nobody writes to what all calls share. Else a recording is not kept whose tensors do not tell that
         they were written to.
@@ -213,36 +177,21 @@ class CallKind:
         declined = site.declined()
         # Only a recording of a loop may read what the loop keeps. And replays write the weights of other modules
         # into a shared one, which must read nothing that is made of weights.
-        kept = keeping.nothing_kept() if shared or loop is None else contextlib.nullcontext()
+        kept = keeping.nothing_kept() if twins is not None or loop is None else contextlib.nullcontext()
         try:
             with kept:
-                if shared:
-                    module, loop = self._twin_of(recorder, run, module, call), None
+                if twins is not None:
+                    twin = twins.of(module, recorder, lambda twin: run(twin, *call.args, **call.kwargs), call.tensors[0].device)
+                    module, loop = twin.module, None
+                else:
+                    twin = None
                 self._record(recorder, functools.partial(run, module), call.tensors, loop, only_reads)
+                self._twin = twin
         except Exception as error:  # whatever the client, a kernel or CUDA raises: the caller has its result already
             self.refuse(error)
         if site.declined() != declined:  # a kernel of the recording alone is being compiled: the next call is recorded
             self.obstacle = ""
             self.drop()
-
-    def _twin_of(self, recorder: Recorder, run: Callable[..., Any], module: nn.Module, call: Call) -> nn.Module:
-        """A copy of a module, to which the weights of other modules are written.
-
-        It belongs to this kind of call, and so to one stream. It is called once, so that what its layers make at the first call
-        is there.
-        """
-        device = call.tensors[0].device
-        with torch.inference_mode(False):  # its weights shall have versions
-            twin = copy.deepcopy(module).requires_grad_(False)
-            self._weights = Packed(Seen(twin).weights)
-        state = recorder.random_state(device)
-        try:
-            with taped([]):
-                run(twin, *call.args, **call.kwargs)
-        finally:
-            recorder.set_random_state(device, state)
-        self._twin = twin
-        return twin
 
     def refuse(self, error: Exception) -> None:
         """Never record such calls again, because of an error."""
@@ -318,8 +267,8 @@ class CallKind:
                 self._loop = loop
         else:
             _copy([room if place is None else None for room, place in zip(self._rooms, self._places, strict=True)], tensors)
-        if self._weights is not None:
-            self._weights.write(seen.weights)
+        if self._twin is not None:
+            self._twin.write(seen.weights)
         self._recording.replay()
         results = [room_for(x) for x in self._results]  # strides stay, on which later kernels may depend
         copied(results, self._results)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -121,13 +122,12 @@ class Recorder:
         side = self._streams.get(device)
         if side is None:
             side = self._streams[device] = torch.cuda.Stream(device)
-        side.wait_stream(current)
         before = self.random_state(device)
         try:
-            with torch.cuda.stream(side):
-                scout(run, device, draws)
-                with self._capture_lock:
-                    return self._record(run, side, once, anew)
+            scout(run, device, draws)
+            side.wait_stream(current)
+            with torch.cuda.stream(side), self._capture_lock:
+                return self._record(run, side, once, anew)
         finally:
             self.set_random_state(device, before)
             current.wait_stream(side)
@@ -143,7 +143,7 @@ class Recorder:
         The same holds for what cuBLAS works in: torch makes it anew in the pool, where nobody frees it under the graph.
         """
         pool, graph, broken = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph(), Recorder._broken
-        torch.cuda.empty_cache()  # as each capture does first
+        _make_room(side.device)
         before = _reserved(side.device)
 
         def is_valid() -> bool:
@@ -168,6 +168,18 @@ _reserved = torch.cuda.memory_reserved
 """Bytes that torch has taken from a device, those of the pools of graphs too."""
 
 
+def _make_room(device: torch.device) -> None:
+    """Have torch give back the memory that it keeps for later, if it could take less from the device than it has already.
+
+    While it records it takes memory for the pool and gives none back. `torch.cuda.graph` gives all back at each capture. The
+    calls after that then wait for the device at each tensor.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = torch.cuda.get_per_process_memory_fraction(device) * total - _reserved(device)
+    if min(free, allowed) < _reserved(device):
+        torch.cuda.empty_cache()
+
+
 @contextlib.contextmanager
 def _cleared() -> Iterator[None]:
     """Nothing in autocast's cache and no workspace of cuBLAS, before and after."""
@@ -182,22 +194,29 @@ def _cleared() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, side: torch.cuda.Stream) -> Iterator[None]:
-    """Record into a graph. If that fails, torch is as it was before."""
+    """Record what the current stream, `side`, is told into a graph. If that fails, torch is as it was before."""
     generator = torch.cuda.default_generators[side.device.index]
-    before = generator.clone_state()
+    before, collects = generator.clone_state(), gc.isenabled()
+    gc.disable()  # what it frees may be a kernel or a graph, and that breaks the capture off
     try:
         # Threads that load data may allocate memory meanwhile: "thread_local" lets them.
-        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-            yield
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        yield
+        graph.capture_end()
     except BaseException:
         # A capture that is broken off leaves the generator waiting for its end, so that the next random number raises, and
         # the allocator routing memory to the pool. torch does not mend that.
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(side.device.index, pool)
         with contextlib.suppress(RuntimeError):
             generator.graphsafe_set_state(before)
         Recorder._broken += 1
         raise
+    finally:
+        if collects:
+            gc.enable()
 
 
 def scout(run: Callable[[], Any], device: torch.device, draws: bool = False) -> None:

@@ -21,6 +21,7 @@ from evoattn.clients.graphs.call_kinds import MOST_COPIED, Call, CallKind
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import Recorder
 from evoattn.clients.graphs.trees import NotCaptured, Spec, flat, same_bits
+from evoattn.clients.graphs.twins import Twins
 from evoattn.clients.kinds import ELSEWHERE
 from evoattn.clients.site import Count, is_taped, repeated
 from evoattn.core import guards, keeping
@@ -66,8 +67,12 @@ def _within_a_whole() -> Iterator[None]:
         _inside.reset(token)
 
 
-Kinds = collections.OrderedDict[Any, CallKind]
-"""The kinds of calls of modules that share recordings: one module, or all of one structure."""
+class Kinds(collections.OrderedDict[Any, CallKind]):
+    """The kinds of calls of modules that share recordings: one module, or all of one structure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twins = Twins()
 
 
 class _Known:
@@ -228,7 +233,8 @@ class Steps:
         if self._changed(kind.spec, before, call):
             kind.obstacle = "it changes its arguments"
         elif known.is_left_alone() and kind.is_ready(call.tensors, run):
-            kind.record(self._recorder, self._original, module, call, self._shared, run, only_reads=self._is_whole)
+            twins = known.kinds.twins if self._shared else None
+            kind.record(self._recorder, self._original, module, call, twins, run, only_reads=self._is_whole)
             self._drop_oldest()
         return result
 

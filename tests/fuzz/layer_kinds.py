@@ -31,6 +31,7 @@ class LayerKind:
         takes_dtensors: whether its inputs, mask and parameters may be DTensors.
         overwrites: the argument by which the result is written over the first input, or "".
         mask_is_factor: whether a float mask is a factor, which has a gradient.
+        output: axes of the result. "": those of the first input.
     """
 
     layer: Callable[..., nn.Module]
@@ -43,6 +44,7 @@ class LayerKind:
     takes_dtensors: bool = False
     overwrites: str = ""
     mask_is_factor: bool = False
+    output: str = ""
 
 
 _BOTH = (False, True)
@@ -94,6 +96,24 @@ LAYERS: dict[str, LayerKind] = {
     ),
     "columns": LayerKind(modules.MSAColumnAttention, "cdh", {"m": "*nlc"}, "*nl", dense.columns, _GATED),
     "global columns": LayerKind(modules.MSAColumnGlobalAttention, "cdh", {"m": "*nlc"}, "*nl", dense.global_columns, _GATED),
+    "outer product mean": LayerKind(
+        modules.OuterProductMean,
+        "cpd",
+        {"m": "*nlc"},
+        "*nl",
+        dense.outer_product,
+        {"at_least_one": _BOTH},
+        mask_is_factor=True,
+        output="*llp",
+    ),
+    "averaging": LayerKind(
+        modules.MSAPairWeightedAveraging,
+        "cpdh",
+        {"m": "*nlc", "z": "*llp"},
+        "*ll",
+        dense.averaging,
+        {"residual": _BOTH, "inf": (1e9,)},
+    ),
     "templates": LayerKind(
         modules.TemplatePointwiseAttention, "pcdh", {"z": "*llc", "t": "*nllp"}, "*n", dense.templates, _USUAL
     ),

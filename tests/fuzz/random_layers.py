@@ -175,7 +175,7 @@ class RandomLayer:
     def cotangents(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """The cotangent of the output, and the factor `[*, 1]` that "mul_" multiplies the output by in place."""
         rng = torch.Generator().manual_seed(self.seed + 3)
-        shape = self.shape(next(iter(KINDS[self.kind].inputs.values())))
+        shape = self.shape(KINDS[self.kind].output or next(iter(KINDS[self.kind].inputs.values())))
         factor = (bell(rng, *shape[:-1], 1) > -0.5).float().to(device)
         if self.cotangent == "expanded":
             return bell(rng, 1).to(self.out_dtype).to(device).expand(shape), factor
@@ -259,7 +259,7 @@ def _later(draw: Draw, layer: RandomLayer) -> dict[str, Any]:
     around = draw.weighted(_surroundings(layer, in_place))
     calls_modules = layer.change or around in (*surroundings.INSTEAD, *surroundings.COUNTERS, *surroundings.COMPILERS)
     narrow = calls_modules and layer.parameter_dtype == torch.float16 and not layer.autocast  # a norm of float16 takes float16
-    kind, residual = KINDS[layer.kind], layer.options["residual"]
+    kind, residual = KINDS[layer.kind], layer.options.get("residual", False)
     may_overwrite = kind.overwrites and layer.mode != "grad" and layer.out_dtype == layer.dtype and not layer.checkpoint
     may_overwrite = may_overwrite and (residual or kind.overwrites == "out") and around != surroundings.DTENSORS
     is_factor = kind.mask_is_factor and layer.mask is not None and layer.mask_dtype.is_floating_point and layer.mode == "grad"

@@ -18,7 +18,9 @@ from evoattn.nn import (
     DiffusionTransformer,
     MSAColumnAttention,
     MSAColumnGlobalAttention,
+    MSAPairWeightedAveraging,
     MSARowAttentionWithPairBias,
+    OuterProductMean,
     TemplatePointwiseAttention,
     Transition,
     TriangleAttention,
@@ -168,6 +170,29 @@ def global_columns(layer: MSAColumnGlobalAttention, m: Tensor, *, mask: Tensor |
     o = (weights(scores, mask).to(v.dtype) @ v).flatten(-3).unsqueeze(-2)  # [*,l,1,hd]
     gate = 1.0 if mha.linear_g is None else mha.linear_g(x).sigmoid()
     update: Tensor = mha.linear_o(o * gate).transpose(-2, -3)
+    return m + update if layer.residual else update
+
+
+def outer_product(layer: OuterProductMean, m: Tensor, *, mask: Tensor | None, weights: MaskedSoftmax) -> Tensor:
+    y = layer.layer_norm(m)
+    mask = torch.ones(m.shape[:-1], dtype=accumulate_dtype(y.dtype), device=m.device) if mask is None else mask
+    factor = mask[..., None].to(y.dtype)
+    wide = accumulate_dtype(y.dtype)
+    a, b = ((projection(y) * factor).to(wide) for projection in (layer.linear_1, layer.linear_2))
+    o = torch.einsum("...sic,...sjd->...ijcd", a, b).flatten(-2)
+    counts = torch.einsum("...si,...sj->...ij", mask.to(wide), mask.to(wide))[..., None]
+    if layer.at_least_one:
+        return layer.linear_out((o / counts.clamp(min=1)).to(y.dtype))  # type: ignore[no-any-return]
+    return layer.linear_out(o.to(y.dtype)) / (counts + layer.eps).to(y.dtype)  # type: ignore[no-any-return]
+
+
+def averaging(layer: MSAPairWeightedAveraging, m: Tensor, z: Tensor, *, mask: Tensor | None, weights: MaskedSoftmax) -> Tensor:
+    y = layer.layer_norm_m(m)
+    scores = layer.linear_z(layer.layer_norm_z(z)).transpose(-1, -2).unsqueeze(-2)  # [*,i,h,1,j]
+    p = weights(scores, mask).to(y.dtype).squeeze(-2)
+    v = layer.linear_v(y).unflatten(-1, (layer.no_heads, -1))
+    o = torch.einsum("...ihj,...sjhd->...sihd", p, v).flatten(-2)
+    update: Tensor = layer.linear_o(layer.linear_g(y).sigmoid() * o)
     return m + update if layer.residual else update
 
 

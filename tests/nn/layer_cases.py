@@ -13,10 +13,12 @@ import evoattn.nn as evoattn_nn
 from evoattn.nn.diffusion import ThreefoldConditionedTransition
 from evoattn.testing import relative_error
 from tests.helpers.dense_layers import (
+    averaging,
     columns,
     conditioned_transition,
     global_columns,
     multiplication,
+    outer_product,
     pair_biased,
     rows,
     templates,
@@ -107,6 +109,29 @@ LAYERS = (
         (2, 5, 7),
         global_columns,
         (0, slice(None), 2),
+    ),
+    Dense(
+        "MSA module, outer product mean",
+        lambda: evoattn_nn.OuterProductMean(12, 10, 6),
+        ((2, 5, 7, 12),),
+        (2, 5, 7),
+        outer_product,
+        (0, slice(None), 2),
+    ),
+    Dense(
+        "MSA module, outer product mean of Boltz",
+        lambda: evoattn_nn.OuterProductMean(12, 10, 6, at_least_one=True),
+        ((2, 5, 7, 12),),
+        (2, 5, 7),
+        outer_product,
+        (0, slice(None), 2),
+    ),
+    Dense(
+        "MSA module, pair-weighted averaging",
+        lambda: evoattn_nn.MSAPairWeightedAveraging(12, 10, 6, 4),
+        ((2, 5, 7, 12), (2, 7, 7, 10)),
+        (2, 7, 7),
+        averaging,
     ),
     Dense(
         "templates",

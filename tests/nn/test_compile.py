@@ -96,7 +96,7 @@ def of_layer(case: Dense) -> Row:
     def make() -> nn.Module:
         return Call(lambda layer, *tensors: layer(*tensors[:-1], mask=tensors[-1]), case.layer(torch.float32).eval())
 
-    return Row(case.name, make, arguments, not case.name.startswith(("multiplication", "transition")))
+    return Row(case.name, make, arguments, not case.name.startswith(("multiplication", "transition", "MSA module")))
 
 
 def of_function(name: str, function: Callable[..., Any], arguments: Callable[[int], Arguments], *, means: bool = False) -> Row:

@@ -24,6 +24,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "rows": lambda: layers.MSARowAttentionWithPairBias(16, 12, 8, 2),
     "columns": lambda: layers.MSAColumnAttention(16, 8, 2),
     "global columns": lambda: layers.MSAColumnGlobalAttention(16, 8, 2),
+    "outer product mean": lambda: layers.OuterProductMean(16, 12, 8),
+    "averaging": lambda: layers.MSAPairWeightedAveraging(16, 12, 8, 2),
     "templates": lambda: layers.TemplatePointwiseAttention(12, 16, 8, 2),
     "single track": lambda: layers.AttentionPairBias(16, 12, 8, 2),
     "diffusion transformer": lambda: layers.AttentionPairBias(16, 12, 8, 2, c_s=12),

@@ -18,7 +18,7 @@ from tests.nn.layer_cases import EACH, LAYERS, step, truth, worst
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-OF_ATTENTION = [case for case in LAYERS if not case.name.startswith(("multiplication", "transition"))]
+OF_ATTENTION = [case for case in LAYERS if not case.name.startswith(("multiplication", "transition", "MSA module"))]
 EACH_ATTENTION = pytest.mark.parametrize("case", OF_ATTENTION, ids=lambda case: case.name)
 
 

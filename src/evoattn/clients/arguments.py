@@ -18,6 +18,7 @@ from evoattn.dispatch.axes import with_axes
 
 _IGNORED = (
     "chunk_size",
+    "chunk_heads",
     "ckpt_chunk_size",
     "_inplace_chunk_size",
     "inplace_safe",

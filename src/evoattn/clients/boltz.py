@@ -14,11 +14,12 @@ from evoattn.clients import diffusion, graphs, initial, sampling, writing
 from evoattn.clients.arguments import forwards, ignore
 from evoattn.clients.blocks import END, KnownBlock, PairLayers, SplitBlock
 from evoattn.clients.calls import additive, faster_as_installed, kernel, multiplication
-from evoattn.clients.known import KnownLayer, channels_of, renamed, transition, triangle
+from evoattn.clients.known import KnownLayer, averaging, channels_of, features, renamed, transition, triangle
 from evoattn.clients.layers import FEW, layer, sites
 from evoattn.clients.site import Client, Count, Replace, Site, named, replacement
 from evoattn.compat.openfold import attention
 from evoattn.core import attempts
+from evoattn.nn.msa_module import OuterProductMean
 from evoattn.nn.multiplication import JoinedTriangleMultiplication
 from evoattn.nn.pair_bias import AttentionPairBias
 from evoattn.nn.sharded import like, local
@@ -145,6 +146,11 @@ def _make_multiplication(outgoing: bool, client: Any) -> nn.Module:
     return JoinedTriangleMultiplication(channels, channels, outgoing)
 
 
+def _make_outer_product(client: Any) -> nn.Module:
+    channels = features(client.proj_o, "out_features")
+    return OuterProductMean(channels_of(client.norm), channels, client.c_hidden, at_least_one=True)
+
+
 MULTIPLICATION_MODULES = (
     "layer_norm_in=norm_in layer_norm_out=norm_out linear_ab_p=p_in linear_ab_g=g_in linear_z=p_out linear_g=g_out"
 )
@@ -159,6 +165,16 @@ _OUTGOING, _INCOMING = (
         kind="triangle multiplication",
     )
     for outgoing in (True, False)
+)
+_OUTER_PRODUCT = KnownLayer(
+    _make_outer_product,
+    "layer_norm=norm linear_1=proj_a linear_2=proj_b linear_out=proj_o",
+    forwards("m"),
+    kind="MSA layer",
+)
+_AVERAGING = averaging(
+    "layer_norm_m=norm_m layer_norm_z=norm_z linear_z=proj_z linear_v=proj_m linear_g=proj_g linear_o=proj_o",
+    "c_m c_z c_h num_heads inf",
 )
 _TRANSITION = transition("layer_norm=norm swiglu.linear_a=fc1 swiglu.linear_b=fc2 linear_out=fc3", "silu")
 
@@ -252,6 +268,8 @@ def _known(package: str, multiplied: str) -> dict[str, KnownLayer | KnownBlock]:
         f"{there}.{multiplied}.TriangleMultiplicationIncoming": _INCOMING,
         f"{there}.triangular_attention.attention.TriangleAttention": triangle(),
         f"{there}.transition.Transition": _TRANSITION,
+        f"{there}.outer_product_mean.OuterProductMean": _OUTER_PRODUCT,
+        f"{there}.pair_averaging.PairWeightedAveraging": _AVERAGING,
         **{f"{there}.pairformer.{name}": block for name, block in blocks.items()},
     }
 

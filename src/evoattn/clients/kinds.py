@@ -10,8 +10,9 @@ ELSEWHERE = "not on a GPU"
 TRANSFORMER = "diffusion transformer"
 """The kind of calls that have the precision of a patch."""
 
-KINDS = ("attention call", "triangle multiplication", "transition", "pair block", TRANSFORMER)
-"""Kinds of calls that are counted. A layer with an attention is an attention call; a block has several layers."""
+KINDS = ("attention call", "triangle multiplication", "transition", "MSA layer", "pair block", TRANSFORMER)
+"""Kinds of calls that are counted. A layer with an attention is an attention call; an outer product mean and a
+pair-weighted averaging are MSA layers; a block has several layers."""
 
 
 def in_words(calls_by_kind: Mapping[str, int]) -> str:

@@ -15,6 +15,7 @@ from evoattn.clients import arguments
 from evoattn.clients.arguments import forwards
 from evoattn.clients.kinds import KINDS
 from evoattn.nn.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttentionWithPairBias
+from evoattn.nn.msa_module import MSAPairWeightedAveraging, OuterProductMean
 from evoattn.nn.multiplication import JoinedTriangleMultiplication, TriangleMultiplication, split_joined
 from evoattn.nn.transition import Transition
 from evoattn.nn.triangle import TriangleAttention
@@ -160,6 +161,21 @@ MULTIPLICATION = KnownLayer(
     arguments.multiplication,
     kind="triangle multiplication",
 )
+
+
+OUTER_PRODUCT_MEAN = KnownLayer(
+    OuterProductMean,
+    "layer_norm linear_1 linear_2 linear_out",
+    forwards("m"),
+    "c_m c_z c_hidden eps",
+    "MSA layer",
+)
+"""That of OpenFold-3 and Protenix."""
+
+
+def averaging(modules: str, sizes: str) -> KnownLayer:
+    """Describe a pair-weighted averaging. `sizes` are its channels of m, of z and of a head, its heads, and perhaps `inf`."""
+    return KnownLayer(MSAPairWeightedAveraging, modules, forwards("m", "z"), sizes, "MSA layer")
 
 
 def layers_of_openfold(folder: str, bias: str = "linear") -> dict[str, KnownLayer]:

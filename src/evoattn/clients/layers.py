@@ -17,7 +17,7 @@ from evoattn.clients.known import KnownLayer
 from evoattn.clients.site import COMPILING, Count, PassedOn, Site, is_repeated
 from evoattn.clients.swap import Swap
 from evoattn.core.numerics import float32_products
-from evoattn.nn import AttentionPairBias, Transition, TriangleMultiplication
+from evoattn.nn import AttentionPairBias, MSAPairWeightedAveraging, OuterProductMean, Transition, TriangleMultiplication
 
 FEW = 288
 """Residues below which blocks are left to clients: launching kernels takes longer there than running them.
@@ -54,6 +54,9 @@ TRANSITION_ON_CPU = "a transition on a CPU, where the client's own code is as fa
 
 One of Boltz of 152 residues in float32 took 253 ms as installed and 243 with evoattn, one of Protenix in bfloat16 80 and 104.
 """
+
+TRAINED_ON_CPU = "an MSA layer that trains on a CPU, where the client's own code is as fast"
+"""Its backward computes products again, which saves memory."""
 
 
 def sites(
@@ -151,7 +154,10 @@ def _multiplies_by_float16(arguments: tuple[Any, ...]) -> bool:
 
 
 def slower_on_cpu(swap: Swap, arguments: tuple[Any, ...]) -> str:
-    """The reason why an attention with pair bias, or a transition, is left to the client on a CPU, or ""."""
+    """The reason why a layer is left to the client on a CPU, or ""."""
+    if isinstance(swap.layer, (MSAPairWeightedAveraging, OuterProductMean)):
+        first = next(x for x in arguments if isinstance(x, Tensor))
+        return TRAINED_ON_CPU if torch.is_grad_enabled() and is_small_on_cpu(first, 0) else ""
     if not isinstance(swap.layer, (AttentionPairBias, Transition)):
         return ""
     a = next(x for x in arguments if isinstance(x, Tensor))

@@ -13,7 +13,16 @@ from evoattn.clients import af3_transformers, aggregation, denoisers, graphs
 from evoattn.clients.arguments import Layer, forwards
 from evoattn.clients.blocks import KnownBlock, SplitBlock, call_openfold_block
 from evoattn.clients.calls import faster_as_installed, low_memory, offloads, queries_first
-from evoattn.clients.known import KnownLayer, layers_of_openfold, renamed, share, transition, triangle
+from evoattn.clients.known import (
+    OUTER_PRODUCT_MEAN,
+    KnownLayer,
+    averaging,
+    layers_of_openfold,
+    renamed,
+    share,
+    transition,
+    triangle,
+)
 from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, PassedOn, Site, named, replacement
 from evoattn.compat.cuequivariance import triangle_multiplicative_update
@@ -118,6 +127,10 @@ _call_pairs = functools.partial(call_openfold_block, end_options={"transpose_bia
 
 _KNOWN: dict[str, KnownLayer | KnownBlock] = {
     **layers_of_openfold(_LAYERS, "linear_z"),
+    f"{_LAYERS}.outer_product_mean.OuterProductMean": OUTER_PRODUCT_MEAN,
+    f"{_LAYERS}.msa.MSAPairWeightedAveraging": averaging(
+        "layer_norm_m layer_norm_z linear_z linear_v linear_g linear_o", "c_in c_z c_hidden no_heads inf"
+    ),
     f"{_LAYERS}.attention_pair_bias.AttentionPairBias": _PAIR_BIAS,
     f"{_LAYERS}.attention_pair_bias.DiffusionAttentionPairBias": _PAIR_BIAS,
     f"{_LAYERS}.transition.SwiGLUTransition": _SWIGLU,

@@ -14,11 +14,12 @@ from evoattn.clients import af3_transformers, aggregation, arguments, denoisers,
 from evoattn.clients.arguments import ClientsOwn, Layer, UnknownArgument, ignore
 from evoattn.clients.blocks import KnownBlock
 from evoattn.clients.calls import additive, faster_as_installed, kernel, multiplication, queries_first
-from evoattn.clients.known import MULTIPLICATION, KnownLayer, features, transition, triangle
+from evoattn.clients.known import MULTIPLICATION, OUTER_PRODUCT_MEAN, KnownLayer, features, transition, triangle
 from evoattn.clients.layers import FEW, sites
 from evoattn.clients.site import Client, PassedOn, Site, replacement
 from evoattn.compat.openfold import attention
 from evoattn.dispatch.axes import with_axes
+from evoattn.nn.msa_module import MSAPairWeightedAveraging
 from evoattn.nn.pair_bias import AttentionPairBias
 
 _FEW = 16
@@ -80,6 +81,18 @@ def _pair_bias(
     return layer(a, with_axes(z, a.ndim + 1))
 
 
+def _make_averaging(client: Any) -> nn.Module:
+    c_m, c_z = (features(x, "in_features") for x in (client.linear_no_bias_mv, client.linear_no_bias_z))
+    return MSAPairWeightedAveraging(c_m, c_z, client.c, client.n_heads)
+
+
+def _average(layer: Layer, m: Tensor, z: Tensor, **split: Any) -> Tensor:
+    """OpenDDE may split z over processes."""
+    if any(x is not None for x in split.values()):
+        raise UnknownArgument("a pair representation that OpenDDE splits over processes")
+    return layer(m, z)
+
+
 def _call_protenix_block(
     layers: Any,
     block: Any,
@@ -136,6 +149,13 @@ _PAIR_BIAS = KnownLayer(
     "layer_norm_a=layernorm_a layer_norm_z=layernorm_z linear_z=linear_nobias_z mha.linear_*=attention.linear_*",
     _pair_bias,
 )
+_AVERAGING = KnownLayer(
+    _make_averaging,
+    "layer_norm_m=layernorm_m layer_norm_z=layernorm_z linear_z=linear_no_bias_z linear_v=linear_no_bias_mv "
+    "linear_g=linear_no_bias_mg linear_o=linear_no_bias_out",
+    _average,
+    kind="MSA layer",
+)
 _SINGLE = ("attention_pair_bias", "single_transition")
 _TRANSITION = transition(
     "layer_norm=layernorm1 swiglu.linear_a=linear_no_bias_a swiglu.linear_b=linear_no_bias_b linear_out=linear_no_bias", ""
@@ -164,6 +184,8 @@ def _client(
         f"{triangles}.TriangleMultiplicativeUpdate": MULTIPLICATION,
         f"{transformer}.AttentionPairBias": _PAIR_BIAS,
         f"{primitives}.Transition": _TRANSITION,
+        f"{layers}.OuterProductMean": OUTER_PRODUCT_MEAN,
+        f"{pairformer}.MSAPairWeightedAveraging": _AVERAGING,
     }
     block_known = {block.replace(":", "."): KnownBlock(call_block, "pair_transition", True, _SINGLE)}
     return Client(

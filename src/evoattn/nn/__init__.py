@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from evoattn.core.keeping import sampling
 from evoattn.nn.diffusion import ConditionedTransition, DiffusionTransformer, DiffusionTransformerBlock
 from evoattn.nn.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttentionWithPairBias
+from evoattn.nn.msa_module import MSAPairWeightedAveraging, OuterProductMean
 from evoattn.nn.multiplication import TriangleMultiplication
 from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
 from evoattn.nn.pair_block import PairBlock, PairformerBlock
@@ -32,7 +33,9 @@ __all__ = [
     "DiffusionTransformerBlock",
     "MSAColumnAttention",
     "MSAColumnGlobalAttention",
+    "MSAPairWeightedAveraging",
     "MSARowAttentionWithPairBias",
+    "OuterProductMean",
     "PairBlock",
     "PairformerBlock",
     "TemplatePointwiseAttention",

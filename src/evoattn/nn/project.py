@@ -176,7 +176,9 @@ class _NormLinear(torch.autograd.Function):
                 del normed
             if needs[6]:
                 first, last = ctx.biased
-                dbias = F.pad(dy[:, first:last].sum(0), (first, dy.shape[-1] - last))
+                dbias = dy.sum(0)
+                if last - first < dy.shape[-1]:  # torch has no rule for a view of all of many cotangents
+                    dbias = F.pad(dbias[first:last], (first, dy.shape[-1] - last))
             if any(needs[:3]):
                 d_normed = dy.reshape(rows.shape) if weight is None else dy @ weight
                 dx, dnorm_weight, dnorm_bias = normalise_backward(d_normed, rows, mean, rstd, norm_weight, norm_bias, needs[:3])

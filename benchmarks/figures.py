@@ -109,11 +109,8 @@ def _alt(path: Path) -> str:
 
 def heading(part: Part, level: str) -> list[str]:
     """Of what, with which versions, and from which file."""
-    return [
-        f"{level} {part.record.machine['device']}, {part.dtype}",
-        "",
-        f"{table.headline(part.record)}. `{part.source.name}`.",
-    ]
+    file = part.source.name if part.source.parent.name == "results" else f"{part.source.parent.name}/{part.source.name}"
+    return [f"{level} {part.record.machine['device']}, {part.dtype}", "", f"{table.headline(part.record)}. `{file}`."]
 
 
 def section(part: Part) -> list[str]:

@@ -106,10 +106,10 @@ class _Bar(NamedTuple):
 def _by_workload(
     record: Record, problems: list[Problem], quantity: str, label: str, bar_of: Callable[[Problem, str], _Bar | None]
 ) -> Figure:
-    """A row a workload, the longest bar of the first pass on top, with a bar a pass."""
+    """A row a workload with a bar a pass. The longest bar of the first pass is on top."""
     passes = _passes_apart(problems)
     found = [(p.workload.name, [bar_of(p, name) for name in passes]) for p in problems]
-    rows = sorted((row for row in found if any(row[1])), key=lambda row: -max(bar.length for bar in row[1][:1] if bar))
+    rows = sorted((row for row in found if any(row[1])), key=lambda row: -(row[1][0].length if row[1][0] else 0))
     figure = new_figure(_WIDTH, 1.7 + 0.4 * len(rows), _headed(quantity, problems), table.headline(record))
     axes = figure.subplots()
     meanings = {bar.meaning: bar.colour for _, bars in rows for bar in bars if bar}
@@ -119,7 +119,7 @@ def _by_workload(
                 place = row + 0.4 * (turn - (len(passes) - 1) / 2)
                 axes.barh(place, bar.length, 0.36, color=bar.colour, alpha=0.5 if turn else 1.0)
                 style: Any = {"textcoords": "offset points", "va": "center", "fontsize": 9, "color": _INK}
-                axes.annotate(bar.words, (bar.length, place), (4, 0), **style)
+                axes.annotate(bar.words, (max(bar.length, 1), place), (4, 0), **style)  # right of the line at 1
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel(f"{label}\n{'; '.join(f'{x}: {name}' for x, name in zip(('dark', 'light'), passes, strict=False))}")

@@ -9,7 +9,7 @@ import case_records
 from client_cases import CLIENTS, PASSES
 from record_tables import markdown
 
-__all__ = ["Pair", "block", "newest"]
+__all__ = ["Pair", "block", "newest", "summary"]
 
 Case = dict[str, Any]
 
@@ -63,8 +63,18 @@ def newest(results: Path) -> list[Pair]:
     return sorted(found.values(), key=lambda x: (order[x.client], x.dtype, passes[x.name], x.residues))
 
 
+def summary(results: Path) -> str:
+    """README's table: a training step of each client at its longest length in bfloat16."""
+    steps = {x.client: x for x in newest(results) if (x.dtype, x.name) == ("bfloat16", "training")}
+    rows = [["program", "residues", "as installed", "with the patch"]]
+    for client, pair in steps.items():
+        name = f"{CLIENTS[client].title} {pair.release}, {pair.card}"
+        rows.append([name, f"{pair.residues:,}", _cell(pair.before), _cell(pair.after)])
+    return markdown(rows)
+
+
 def block(results: Path) -> str:
-    """The marked part of the page."""
+    """The marked part of docs/clients/speed.md."""
     pairs, lines = newest(results), list[str]()
     for name in dict.fromkeys(pair.client for pair in pairs):
         of = [pair for pair in pairs if pair.client == name]

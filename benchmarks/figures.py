@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Everything that pages show of the committed results, made from them alone: `python benchmarks/figures.py`.
 
-Writes docs/benchmarks.md, the pictures docs/figures/bench-*.png and predictions.png, and the parts of README.md,
+Writes the pictures docs/figures/bench-*.png and predictions.png, and the parts of README.md, docs/benchmarks.md,
 docs/clients/speed.md, docs/layer-time.md and docs/sharded.md between `<!-- figures: begin NAME -->` and
 `<!-- figures: end NAME -->`. With --check it writes nothing, and ends with status 1 and a line for each file that is not what
 the results make it. A picture carries a digest of the results and of the code that drew it, so that another release of
@@ -15,7 +15,7 @@ import hashlib
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,15 +27,14 @@ import layer_page
 import plots
 import prediction_page
 import sharded_table
-import speedups
-from record_tables import layer_table, markdown, own_table, passes_of, reasons, short_layer_table, times_table
+from record_tables import layer_table, markdown, own_line, passes_of, reasons, times_table
 
 from evoattn.bench import table
 from evoattn.bench.record import Problem, Record, read
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = Path("docs/benchmarks.md")
+BENCHMARKS = Path("docs/benchmarks.md")
 README = Path("README.md")
 CLIENTS = Path("docs/clients/speed.md")
 LAYERS = Path("docs/layer-time.md")
@@ -45,13 +44,14 @@ KEY = "evoattn-source"
 _WIDTH = 100
 _SHOWN = {
     "speedups": "How many times as fast evoattn is as the fastest peer, by workload, with the peer's name",
-    "speed": "Scores a second of all, and the lowest ceiling of the device, by workload",
+    "ceilings": "The share of the device's lowest ceiling that evoattn reaches, by workload",
     "length": "Time and peak memory against length",
 }
-LAYERS_IN_README = ("layer384", "layer768")
-CONTENDERS_IN_README = ("evoattn", "flex", "cuequivariance", "sdpa", "dense")
-"""The columns of the README, at most four of them."""
-IN_README = ("tri384", "tri397", "tri1024", "msa_row", "extra_msa_row", "diffusion768", "single768")
+PICTURED = "bfloat16"
+"""The dtype that has pictures: models train in it."""
+
+UNSHOWN = "float16"
+"""The dtype whose records no page shows: its times are those of bfloat16."""
 
 
 class Part(NamedTuple):
@@ -83,8 +83,7 @@ def digest(part: Part) -> str:
     """Hash a part's results, the code that draws them, and the words that it takes from elsewhere."""
     names = dict.fromkeys(result.name for problem in part.problems for result in problem.results)
     words = [part.dtype, table.headline(part.record), *map(contenders.title, names)]
-    code = (Path(plots.__file__).read_bytes(), Path(speedups.__file__).read_bytes())
-    pieces = [part.source.read_bytes(), *code, *(word.encode() for word in words)]
+    pieces = [part.source.read_bytes(), Path(plots.__file__).read_bytes(), *(word.encode() for word in words)]
     return hashlib.sha256(b"\0".join(pieces)).hexdigest()
 
 
@@ -95,13 +94,12 @@ def pictures(part: Part) -> dict[Path, Callable[[], object]]:
     """
     attentions = [problem for problem in part.problems if not problem.workload.layer]
     timed = [problem for problem in attentions if any(result.times for result in problem.results)]
-    makers: dict[Path, Callable[[], object]] = {}
-    if len(timed) > 1:
-        makers[FIGURES / f"bench-{part.name}-speedups.png"] = lambda: speedups.speedups(part.record, timed)
-        makers[FIGURES / f"bench-{part.name}-speed.png"] = lambda: plots.rates(part.record, timed)
-    if len({problem.workload.length for problem in timed if problem.workload.family == "tri"}) > 2:
-        makers[FIGURES / f"bench-{part.name}-length.png"] = lambda: plots.against_length(part.record, timed)
-    return makers
+    drawn: dict[str, Callable[[], object]] = {}
+    if len(timed) > 1 and part.dtype == PICTURED:
+        drawn = {"speedups": lambda: plots.speedups(part.record, timed), "ceilings": lambda: plots.ceilings(part.record, timed)}
+        if len({problem.workload.length for problem in timed if problem.workload.family == "tri"}) > 2:
+            drawn["length"] = lambda: plots.against_length(part.record, timed)
+    return {FIGURES / f"bench-{part.name}-{what}.png": make for what, make in drawn.items()}
 
 
 def _alt(path: Path) -> str:
@@ -111,65 +109,53 @@ def _alt(path: Path) -> str:
 
 def heading(part: Part, level: str) -> list[str]:
     """Of what, with which versions, and from which file."""
-    return [
-        f"{level} {part.record.machine['device']}, {part.dtype}",
-        "",
-        f"{table.headline(part.record)}. `{part.source.name}`.",
-    ]
+    file = part.source.name if part.source.parent.name == "results" else f"{part.source.parent.name}/{part.source.name}"
+    return [f"{level} {part.record.machine['device']}, {part.dtype}", "", f"{table.headline(part.record)}. `{file}`."]
 
 
 def section(part: Part) -> list[str]:
-    """One part of the page."""
-    names = " / ".join({"both": "forward + backward"}.get(name, name) for name in passes_of(part.problems))
-    lines = heading(part, "##")
+    """One part of docs/benchmarks.md."""
+    lines = [*heading(part, "###"), own_line(part.problems)]
     if words := ceilings.as_text(part.record):
-        lines += [f"Ceilings of the device: {words}."]
-    if note := part.record.settings.get("note"):
-        lines += ["", "About this record:", "", *(f"- {remark}" for remark in note.split("; "))]
+        lines.append(f"Ceilings of the device: {words}.")
     for path in pictures(part):
         lines += ["", f"![{_alt(path)}](figures/{path.name})"]
-    lines += ["", f"{names}, ms. The fastest contender that solves the whole problem is bold, and a dash means no time:", ""]
-    lines += [times_table(part.problems), "", "evoattn:", "", own_table(part.record, part.problems), ""]
-    why = reasons(part.problems)
-    return [*lines, *(["Contenders without a time, and the reason:", "", *why, ""] if why else [])]
+    return [*lines, "", f"{_passes(part)}, ms:", "", times_table(part.problems), ""]
 
 
-def page(all_parts: Iterable[Part]) -> str:
-    """docs/benchmarks.md."""
-    lines = [
-        "# Benchmarks",
-        "",
-        "`python3 dev.py figures` makes this page from the files that `evoattn bench --json` wrote to `benchmarks/results/`.",
-        "[The command](cli.md#evoattn-bench) explains how it measures, and [performance](performance.md) sums up the results.",
-        "",
-    ]
-    for part in all_parts:
-        lines += section(part)
-    return wrapped("\n".join(lines).rstrip()) + "\n"
+def _passes(part: Part) -> str:
+    """The passes of the times in a table, in words."""
+    return " / ".join({"both": "forward + backward"}.get(name, name) for name in passes_of(part.problems))
+
+
+def kernels(all_parts: list[Part]) -> list[Part]:
+    """The parts with attentions, which other pages do not show."""
+    attentions = with_problems(all_parts, lambda problem: not problem.workload.layer)
+    timed = with_problems(attentions, lambda problem: any(result.times for result in problem.results))
+    return [part for part in timed if part.dtype != UNSHOWN]
+
+
+def bench_blocks(all_parts: list[Part], results: Path) -> dict[str, str]:
+    """The parts of docs/benchmarks.md, by name."""
+    shown, peers = kernels(all_parts), parts(results / "peers")
+    lines = [line for part in shown for line in section(part)]
+    of_peers = [line for part in peers for line in [*heading(part, "###"), "", times_table(part.problems), ""]]
+    why = reasons([problem for part in [*shown, *peers] for problem in part.problems])
+    blocks = {"bench": lines, "bench-peers": of_peers, "bench-reasons": why}
+    return {name: "\n".join(block).rstrip() or "None yet." for name, block in blocks.items()}
 
 
 def readme_blocks(all_parts: list[Part]) -> dict[str, str]:
-    """The parts of README.md, by name."""
+    """The parts of README.md on attentions, by name."""
     blocks = {}
     for name, of_cpu in (("gpu", False), ("cpu", True)):
-        kernels = [part for part in all_parts if not all(problem.workload.layer for problem in part.problems)]
-        part = next((part for part in kernels if (part.record.machine.get("kind") == "cpu") == of_cpu), None)
+        part = next((x for x in kernels(all_parts) if (x.record.machine.get("kind") == "cpu") == of_cpu), None)
         if part is None:
             continue
-        names = " / ".join({"both": "forward + backward"}.get(word, word) for word in passes_of(part.problems))
-        timed = [problem for problem in part.problems if any(result.times for result in problem.results)]
-        shown = [problem for wanted in IN_README for problem in timed if problem.workload.name == wanted] or timed
-        lines = [
-            f"{part.record.machine['device']}, {part.dtype}, {names} in ms, every result checked against float64 first:",
-            "",
-        ]
-        shown_there = [path for path in pictures(part) if path.stem.endswith(("speedups", "length"))]
-        lines += [f"![{_alt(path)}]({path.as_posix()})\n" for path in shown_there]
-        blocks[name] = "\n".join([*lines, times_table(shown, CONTENDERS_IN_README)])
-    blocks["layers"] = ""  # or the last card's, in the order of their names
-    for part in with_problems(layer_records(all_parts), lambda problem: problem.workload.name in LAYERS_IN_README)[-1:]:
-        about = f"{part.record.machine['device']}, a whole triangle layer from norm to output product, "
-        blocks["layers"] = "\n".join([f"{about}forward / forward + backward in ms:", "", short_layer_table(part.problems)])
+        about = f"{part.record.machine['device']}, {part.dtype}, every result checked against float64 first"
+        shown = [f"![{_alt(path)}]({path.as_posix()})" for path in pictures(part) if path.stem.endswith("speedups")]
+        table_ = [f"{_passes(part)} in ms:", "", times_table(part.problems)]
+        blocks[name] = "\n".join([f"{about}:", "", *shown] if shown else [f"{about}, {table_[0]}", *table_[1:]])
     return blocks
 
 
@@ -191,7 +177,7 @@ def layer_blocks(all_parts: list[Part], results: Path) -> dict[str, str]:
     for part in layer_records(all_parts):
         lines += [*heading(part, "###"), "", layer_table(part.problems), ""]
     return {
-        "layer-parts": layer_page.block(layer_page.records(results).items(), Path("figures")),
+        "layer-parts": layer_page.block(layer_page.records(results)),
         "block-parts": block_page.block(block_page.records(results)),
         "layer-times": "\n".join(lines).rstrip() or "Not measured yet.",
     }
@@ -236,30 +222,26 @@ def with_blocks(text: str, blocks: dict[str, str]) -> str:
 def texts(root: Path, results: Path) -> dict[Path, str]:
     """Every page, as the results make it."""
     all_parts = parts(results)
-    predictions = prediction_page.records(results)
-    blocks = {"clients": client_page.block(results)}
-    blocks |= prediction_page.blocks(results)
-    readme = {**readme_blocks(all_parts), "predictions": prediction_page.summary(predictions)}
-    marked = {README: readme, CLIENTS: blocks, LAYERS: layer_blocks(all_parts, results)}
-    marked[SHARDED] = {"sharded": sharded_block(results)}
-    pages = {path: with_blocks((root / path).read_text(encoding="utf-8"), new) for path, new in marked.items()}
-    return {PAGE: page(all_parts), **pages}
+    predictions = prediction_page.summary(prediction_page.records(results))
+    marked = {
+        README: {**readme_blocks(all_parts), "predictions": predictions, "training": client_page.summary(results)},
+        BENCHMARKS: bench_blocks(all_parts, results),
+        CLIENTS: {"clients": client_page.block(results), **prediction_page.blocks(results)},
+        LAYERS: layer_blocks(all_parts, results),
+        SHARDED: {"sharded": sharded_block(results)},
+    }
+    return {path: with_blocks((root / path).read_text(encoding="utf-8"), new) for path, new in marked.items()}
 
 
 def drawings(results: Path) -> dict[Path, tuple[str, Callable[[], object]]]:
     """Every picture: its digest, and what draws it."""
     benchmarks = {path: (digest(part), make) for part in parts(results) for path, make in pictures(part).items()}
-    layers = {
-        path: (layer_page.digest(source), make)
-        for source, record in layer_page.records(results).items()
-        for path, make in layer_page.pictures(source, record, FIGURES).items()
-    }
-    return {**benchmarks, **layers, **prediction_page.pictures(prediction_page.records(results), FIGURES)}
+    return {**benchmarks, **prediction_page.pictures(prediction_page.records(results), FIGURES)}
 
 
 def present(root: Path) -> list[Path]:
     """The pictures that are there."""
-    kinds = ("bench-*", "layers-*", prediction_page.PICTURE.removesuffix(".png"))
+    kinds = ("bench-*", prediction_page.PICTURE.removesuffix(".png"))
     return sorted(FIGURES / path.name for kind in kinds for path in (root / FIGURES).glob(f"{kind}.png"))
 
 

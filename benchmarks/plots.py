@@ -1,19 +1,23 @@
-"""Pictures of a record, by matplotlib: speed by workload beside the device's ceilings, and growth with length."""
+"""Pictures of a record, by matplotlib: speed-ups and shares of the device's ceilings by workload, and growth with length.
+
+All are drawn for pages that show them 600 pixels wide.
+"""
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
+import textwrap
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import contenders
 from ceilings import roofs
 
 from evoattn.bench import table
+from evoattn.bench.peers import PEERS
 from evoattn.bench.record import Problem, Record
 from evoattn.compile import cache
 
@@ -21,11 +25,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-EVOATTN = "#0072B2"
+EVOATTN, SLOWER = "#0072B2", "#D55E00"
 _COLOURS = ("#D55E00", "#009E73", "#CC79A7", "#E69F00", "#8C6BB1", "#66A61E", "#A6761D")
 _BOUND = "#9AA0A6"
 _MARKERS = "osD^vPX*"
-INK, _GREY, _FAINT = "#222222", "#555555", "#D8D8D8"
+_INK, _GREY, _FAINT = "#222222", "#555555", "#D8D8D8"
 _CEILINGS = {
     "exp2": ("#B8860B", "exponentials"),
     "products": ("#8C6BB1", "matrix products"),
@@ -35,7 +39,9 @@ _CEILINGS = {
 
 _PASSES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 _MEMORY = "peak memory beyond the inputs"
-_SHARE = "evoattn (% of the lowest ceiling)"
+_WIDTH = 6.5
+"""Inches of a picture: its letters are then as large as those of the page."""
+
 _FONTS: Any = {"font.size": 10, "font.family": "DejaVu Sans", "axes.edgecolor": _GREY}
 
 
@@ -63,20 +69,21 @@ def _measured(problems: list[Problem], passes: tuple[str, ...]) -> list[str]:
     return [name for name in passes if any(name in r.times for problem in problems for r in problem.results)]
 
 
-def passes_apart(problems: list[Problem]) -> list[str]:
+def _passes_apart(problems: list[Problem]) -> list[str]:
     """The forward and the backward, or both together if a record has only that."""
     return _measured(problems, ("forward", "backward")) or _measured(problems, ("both",))
 
 
 def new_figure(width: float, height: float, title: str, about: str) -> Figure:
-    """An empty figure of so many inches, with a title and a line of the machine."""
+    """An empty figure of so many inches, with a title and a few words on the machine."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(f"{title}\n", fontsize=13, fontweight="bold", color=INK, x=0.01, ha="left")
-    figure.text(0.01, 1 - 0.5 / height, about, fontsize=8.5, color=_GREY)
+    words = textwrap.wrap(about, round(14 * width))
+    figure.suptitle(title + "\n" * len(words), fontsize=13, fontweight="bold", color=_INK, x=0.01, ha="left")
+    figure.text(0.01, 1 - 0.32 / height, "\n".join(words), fontsize=8.5, color=_GREY, va="top")
     return figure
 
 
@@ -84,113 +91,100 @@ def plain(axes: Axes) -> None:
     """Remove two of the four spines, and draw ticks faintly."""
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(which="both", color=_FAINT, labelcolor=INK)
+    axes.tick_params(which="both", color=_FAINT, labelcolor=_INK)
 
 
-def by_workload(
-    figure: Figure,
-    problems: list[Problem],
-    passes: list[str],
-    label: str,
-    stretch: float,
-    draw: Callable[[Axes, int, Problem, str], None],
-) -> list[Axes]:
-    """A panel a pass, with a row a workload that `draw` draws. The axis is `stretch` times as long as the longest bar."""
-    panels: list[Axes] = [*figure.subplots(1, len(passes), squeeze=False, sharey=True)[0]]
-    for axes, name in zip(panels, passes, strict=True):
-        for row, problem in enumerate(problems):
-            draw(axes, row, problem, name)
-        axes.set_xlabel(f"{_PASSES[name]}{label}")
-        axes.set_xlim(0, stretch * axes.dataLim.x1)
-        axes.grid(True, axis="x", color=_FAINT, linewidth=0.7)
-        plain(axes)
-    panels[0].set_yticks(range(len(problems)), [p.workload.name for p in problems])
-    panels[0].set_ylim(len(problems) - 0.4, -0.6)
-    return panels
+class _Bar(NamedTuple):
+    """What one workload and pass show: a length, the words behind it, and a colour with its meaning."""
+
+    length: float
+    words: str
+    colour: str
+    meaning: str
 
 
-def rates(record: Record, problems: list[Problem]) -> Figure:
-    """Scores a second of all contenders: a bar a workload up to the device's lowest ceiling, whose colour says which."""
-    problems = [problem for problem in problems if any(result.times for result in problem.results)]
-    passes = passes_apart(problems)
-    title, size = headed("Speed", problems), (4.2 + 4.2 * len(passes), 2.0 + 0.34 * len(problems))
-    figure = new_figure(*size, title, table.headline(record))
-    draw = functools.partial(_draw_rates, record, _style(_names(problems)))
-    legend: dict[str, Any] = {}
-    for axes in by_workload(figure, problems, passes, ", 10⁹ scores/s", 1.16, draw) if passes else ():
-        axes.xaxis.set_major_formatter(lambda number, _: f"{number:,.6g}")
-        legend |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    labels = sorted(legend, key=lambda label: (label.startswith("lowest"), label != _SHARE))
-    handles = [legend[label] for label in labels]
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+def _by_workload(
+    record: Record, problems: list[Problem], quantity: str, label: str, bar_of: Callable[[Problem, str], _Bar | None]
+) -> Figure:
+    """A row a workload with a bar a pass. The longest bar of the first pass is on top."""
+    passes = _passes_apart(problems)
+    found = [(p.workload.name, [bar_of(p, name) for name in passes]) for p in problems]
+    rows = sorted((row for row in found if any(row[1])), key=lambda row: -(row[1][0].length if row[1][0] else 0))
+    figure = new_figure(_WIDTH, 1.7 + 0.4 * len(rows), _headed(quantity, problems), table.headline(record))
+    axes = figure.subplots()
+    meanings = {bar.meaning: bar.colour for _, bars in rows for bar in bars if bar}
+    for row, (_, bars) in enumerate(rows):
+        for turn, bar in enumerate(bars):
+            if bar is not None:
+                place = row + 0.4 * (turn - (len(passes) - 1) / 2)
+                axes.barh(place, bar.length, 0.36, color=bar.colour, alpha=0.5 if turn else 1.0)
+                style: Any = {"textcoords": "offset points", "va": "center", "fontsize": 9, "color": _INK}
+                axes.annotate(bar.words, (max(bar.length, 1), place), (4, 0), **style)  # right of the line at 1
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlabel(f"{label}\n{'; '.join(f'{x}: {name}' for x, name in zip(('dark', 'light'), passes, strict=False))}")
+    axes.grid(True, axis="x", color=_FAINT, linewidth=0.7)
+    plain(axes)
+    handles = [axes.barh([0], [0], color=colour) for colour in meanings.values()]
+    figure.legend(handles=handles, labels=list(meanings), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
 
-def _draw_rates(record: Record, styles: dict[str, tuple[str, str]], axes: Axes, row: int, problem: Problem, name: str) -> None:
-    """One workload: the lowest ceiling, evoattn's rate with its share of that, and a mark for each of the others."""
-    rate = table.rate(problem, problem.result("evoattn"), name)
-    bounds = roofs(record, problem, name)
-    if bounds:
+def speedups(record: Record, problems: list[Problem]) -> Figure:
+    """Speed of evoattn over that of the fastest peer: a bar a workload and pass, with the number and the peer's name."""
+    figure = _by_workload(record, problems, "Speed-up of", "time of the fastest peer / time of evoattn", _speedup)
+    [axes] = figure.axes
+    axes.set_xlim(0, 1.3 * axes.dataLim.x1)
+    axes.axvline(1, color=_INK, linewidth=1)
+    return figure
+
+
+def _speedup(problem: Problem, name: str) -> _Bar | None:
+    """The time of the fastest peer over that of evoattn, and the peer's title. A bound, which leaves biases out, is no peer."""
+    own = problem.result("evoattn")
+    peers = [r for r in problem.results if r.name in PEERS and name in r.times]
+    if own is None or name not in own.times or not peers:
+        return None
+    fastest = min(peers, key=lambda r: r.times[name].median_ms)
+    ratio, peer = fastest.times[name].median_ms / own.times[name].median_ms, contenders.title(fastest.name).split(",")[0]
+    return _Bar(ratio, f"{ratio:.2f}x  {peer}", *((EVOATTN, "evoattn is faster") if ratio >= 1 else (SLOWER, "slower")))
+
+
+def ceilings(record: Record, problems: list[Problem]) -> Figure:
+    """The share of the device's lowest ceiling that evoattn reaches: a bar a workload and pass, whose colour says which."""
+
+    def share(problem: Problem, name: str) -> _Bar | None:
+        rate, bounds = table.rate(problem, problem.result("evoattn"), name), roofs(record, problem, name)
+        if rate is None or not bounds:
+            return None
         lowest = min(bounds, key=lambda what: bounds[what])
-        colour, title = _CEILINGS[lowest]
-        axes.barh(row, bounds[lowest], 0.62, color=colour, alpha=0.16)
-        axes.plot([bounds[lowest]] * 2, [row - 0.31, row + 0.31], color=colour, linewidth=2.5, label=f"lowest ceiling: {title}")
-        if rate is not None:
-            text = f"{100 * rate / bounds[lowest]:.0f}%"
-            style: Any = {"textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": INK}
-            axes.annotate(text, (bounds[lowest], row), (5, 0), **style)
-    if rate is not None:
-        axes.barh(row, rate, 0.32, color=EVOATTN, label=_SHARE)
-    for result in problem.results:
-        peer_rate = table.rate(problem, result, name)
-        if result.name != "evoattn" and peer_rate is not None:
-            colour, marker = styles[result.name]
-            edge = colour if marker == "x" else "white"
-            style = {"markersize": 6.5, "color": colour, "markeredgecolor": edge, "linestyle": "", "zorder": 3}
-            axes.plot(peer_rate, row, marker=marker, label=contenders.title(result.name), **style)
+        reached = 100 * rate / bounds[lowest]
+        return _Bar(reached, f"{reached:.0f}%", *_CEILINGS[lowest])
+
+    figure = _by_workload(
+        record, problems, "Share of a ceiling reached by", "% of the scores a second that the lowest ceiling allows", share
+    )
+    figure.axes[0].set_xlim(0, 100)
+    return figure
 
 
-def headed(quantity: str, problems: list[Problem]) -> str:
+def _headed(quantity: str, problems: list[Problem]) -> str:
     """A title: a quantity, and the dtypes of problems."""
     dtypes = ", ".join(dict.fromkeys(problem.dtype for problem in problems))
-    return f"{quantity} of Evoformer attention, {dtypes}"
+    return f"{quantity} Evoformer attention, {dtypes}"
 
 
 def against_length(record: Record, problems: list[Problem], family: str = "tri") -> Figure:
     """Time and peak memory of one family's attention against its length, both logarithmic."""
     alike = sorted((p for p in problems if p.workload.family == family), key=lambda p: p.workload.length)
-    return growth(alike, headed("Time and memory", alike), table.headline(record))
-
-
-def growth(problems: list[Problem], title: str, about: str, notes: str = "", beside: str = "") -> Figure:
-    """Time and peak memory of problems of growing length, both logarithmic.
-
-    Args:
-        problems: the shortest first.
-        title, about: the two lines above.
-        notes: the lines below.
-        beside: a contender; each panel says what evoattn takes of its time or memory at the longest length of both.
-    """
-    passes = _measured(problems, ("both",)) or _measured(problems, ("forward", "backward"))
-    height = 5.0 if beside else 4.9
-    figure = new_figure(5.0 * (len(passes) + 1), height, title + ("\n" if beside else ""), about)
-    panels: Any = figure.subplots(1, len(passes) + 1, squeeze=False)[0]
-    styles = _style(_names(problems))
+    passes = _measured(alike, ("both",)) or _measured(alike, ("forward", "backward"))
+    figure = new_figure(_WIDTH, 1.6 + 3.2 * (len(passes) + 1), _headed("Time and memory of", alike), table.headline(record))
+    panels: Any = figure.subplots(len(passes) + 1, 1, squeeze=False)[:, 0]
+    styles = _style(_names(alike))
     for axes, name in zip(panels, [*passes, _MEMORY], strict=True):
-        curves = _curves(problems, name)
-        _draw_curves(axes, curves, styles, f"{_PASSES[name]}, ms" if name in _PASSES else f"{name}, MiB")
-        own, other = curves.get("evoattn", {}), curves.get(beside, {})
-        if longest := max(own.keys() & other.keys(), default=None):
-            ratio = other[longest] / own[longest]
-            words = f"{100 / ratio:.0f}% of the memory of" if name == _MEMORY else f"{ratio:.1f}x as fast as"
-            axes.set_title(f"{words} {contenders.title(beside)} at L = {longest}", loc="left", fontsize=10.5, color=INK)
+        _draw_curves(axes, _curves(alike, name), styles, f"{_PASSES[name]}, ms" if name in _PASSES else f"{name}, MiB")
     handles, labels = panels[-1].get_legend_handles_labels()
-    if beside:
-        panels[0].legend(loc="upper left", frameon=False)
-    elif labels:
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False, fontsize=9)
-    if notes:
-        figure.supxlabel(notes, fontsize=8.5, color=_GREY, x=0.99, ha="right")
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
 
@@ -213,12 +207,12 @@ def _draw_curves(axes: Axes, curves: dict[str, dict[int, float]], styles: dict[s
         width, line = (2.5, "-") if name == "evoattn" else (1.5, "--")
         xs, ys = [*points], [*points.values()]
         axes.plot(xs, ys, line, color=colour, marker=marker, markersize=5, linewidth=width, label=contenders.title(name))
-    logarithmic(axes, {length for points in curves.values() for length in points})
+    _logarithmic(axes, {length for points in curves.values() for length in points})
     axes.set_xlabel("length L")
     axes.set_ylabel(label)
 
 
-def logarithmic(axes: Axes, lengths: Iterable[int]) -> None:
+def _logarithmic(axes: Axes, lengths: Iterable[int]) -> None:
     """Make both axes logarithmic, with ticks at the lengths whose labels do not touch, and at plain numbers."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 

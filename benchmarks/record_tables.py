@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from ceilings import roofs
 from contenders import is_bound, title
 
 from evoattn.bench import table
-from evoattn.bench.record import Problem, Record
+from evoattn.bench.record import Problem
 
-__all__ = ["layer_table", "markdown", "own_table", "passes_of", "reasons", "short_layer_table", "times_table"]
+__all__ = ["layer_table", "markdown", "own_line", "passes_of", "reasons", "times_table"]
 
-LAYER_WAYS = ("evoattn", "evoattn/compiled", "openfold3", "written", "written_dense")
+_LAYER_WAYS = ("evoattn", "evoattn/compiled", "openfold3", "cuequivariance/compiled", "written", "written_dense")
+"""The columns of the table of layers. The record has all."""
+
+_PEAKS = {"evoattn": "evoattn.nn", "openfold3": "OpenFold-3", "written_dense": "dense torch"}
+"""Those whose memory the table of layers has."""
 
 
 def passes_of(problems: list[Problem]) -> tuple[str, ...]:
@@ -44,75 +47,55 @@ def _timed(problems: list[Problem]) -> list[str]:
     return list(dict.fromkeys(r.name for problem in problems for r in problem.results if r.times))
 
 
-def times_table(problems: list[Problem], wanted: tuple[str, ...] = ()) -> str:
-    """A row a workload, a column a contender that has any time: all of them, or the first four of those that are wanted."""
+def times_table(problems: list[Problem]) -> str:
+    """A row a workload, a column a contender that has any time. The last columns are evoattn's host time and memory."""
     passes, names = passes_of(problems), _timed(problems)
-    if wanted:
-        names = [name for name in wanted if name in names][:4]
-    rows = [["workload", *map(title, names)]]
-    rows += [[problem.workload.name, *(_cell(problem, name, passes) for name in names)] for problem in problems]
-    return markdown(rows)
-
-
-def own_table(record: Record, problems: list[Problem]) -> str:
-    """The other numbers of evoattn: rates, shares of the ceilings, host time, memory, error."""
-    rows = [
-        ["workload", "backend", "10⁹ scores/s", "share of exp2", "share of copy", "host µs", "first call s", "MiB", "error"]
-    ]
+    rows = [["workload", *map(title, names), "evoattn, host µs", "evoattn, MiB"]]
     for problem in problems:
-        result = problem.result("evoattn")
-        if result is None:
-            continue
-        bounds = roofs(record, problem, "forward")
-        rates = [table.rate(problem, result, name) for name in passes_of(problems)]
-        shares = [rates[0] and name in bounds and rates[0] / bounds[name] for name in ("exp2", "memory")]
-        error = table.worst_error(result)
-        rows.append(
-            [
-                problem.workload.name,
-                result.backends(" / ") or "-",
-                " / ".join("-" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}" for rate in rates),
-                *(f"{100 * share:.0f}%" if share else "-" for share in shares),
-                " / ".join(f"{result.host_us[name]:.0f}" for name in ("forward", "backward") if name in result.host_us) or "-",
-                "-" if result.first_call_s is None else f"{result.first_call_s:.2f}",
-                "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:,.1f}",
-                "-" if error is None else f"{error:.1e}",
-            ]
-        )
-    shown = [0, *(column for column in range(1, len(rows[0])) if any(row[column] != "-" for row in rows[1:]))]
-    return markdown([[row[column] for column in shown] for row in rows])
+        own = problem.result("evoattn")
+        host = " / ".join(f"{own.host_us[x]:.0f}" for x in ("forward", "backward") if x in own.host_us) if own else ""
+        memory = f"{own.peak_bytes / 2**20:,.1f}" if own and own.peak_bytes else "-"
+        rows.append([problem.workload.name, *(_cell(problem, name, passes) for name in names), host or "-", memory])
+    shown = [i for i in range(len(rows[0])) if any(row[i] != "-" for row in rows[1:])]
+    return markdown([[row[i] for i in shown] for row in rows])
+
+
+def own_line(problems: list[Problem]) -> str:
+    """The backends that ran, and the largest error."""
+    results = [result for problem in problems if (result := problem.result("evoattn"))]
+    backends = " and ".join(sorted({x for result in results for x in (result.backend, result.backward_backend) if x}))
+    errors = [error for result in results if (error := table.worst_error(result)) is not None]
+    words = f" Its largest error is {max(errors):.1e}." if errors else ""
+    return f"evoattn runs on {backends}.{words}" if backends else ""
 
 
 def reasons(problems: list[Problem]) -> list[str]:
-    """One line for each reason why there is no time."""
-    every = len(problems)
-    return [
-        f"- {title(name)}, {'all' if len(where) == every else ', '.join(where)}: {status}: `{reason.replace('`', '')}`"
-        for (name, status, reason), where in table.reasons(problems).items()
-    ]
+    """One line for each reason why there is no time. A peer that was not installed needs none."""
+    found: dict[tuple[str, str, str], list[Problem]] = {}
+    for problem in problems:
+        for result in problem.results:
+            if result.status not in ("ok", "absent"):
+                found.setdefault((result.name, result.status, result.reason), []).append(problem)
+    dtypes = {problem.dtype for problem in problems}
+    lines = []
+    for (name, status, reason), where in found.items():
+        of = {problem.dtype for problem in where}
+        every = {problem.workload.name for problem in problems if problem.dtype in of and problem.result(name)}
+        names = list(dict.fromkeys(problem.workload.name for problem in where))
+        words = ("all" if every == {*names} else ", ".join(names)) + ("" if of == dtypes else f" in {', '.join(sorted(of))}")
+        lines.append(f"- {title(name)}, {words}: {status}: `{reason.replace('`', '')}`")
+    return lines
 
 
 def layer_table(problems: list[Problem]) -> str:
-    """Times of layers, eager and in CUDA graphs, and the peak memory of forward + backward."""
-    names = _timed(problems)
-    titles = ["evoattn.nn" if name == "evoattn" else title(name) for name in names]
-    rows = [["layer", "", *titles]]
+    """Times of layers in CUDA graphs, of evoattn.nn also eager, and the peak memory of forward + backward."""
+    timed = _timed(problems)
+    names, peaks = ([x for x in of if x in timed] for of in (_LAYER_WAYS, _PEAKS))
+    titles = {name: "evoattn.nn" if name == "evoattn" else title(name) for name in timed}
+    rows = [["layer", *(titles[x] for x in names), "evoattn.nn, eager", f"GiB, {' / '.join(_PEAKS[x] for x in peaks)}"]]
     for problem in problems:
-        for words, passes in (("eager", ("forward", "both")), ("in a graph", ("graph_forward", "graph_both"))):
-            rows.append([f"`{problem.workload.name}`", words, *(_cell(problem, name, passes) for name in names)])
-        peaks = [problem.result(name) for name in names]
-        cells = [f"{r.peak_bytes / 2**30:.2f}" if r is not None and r.peak_bytes else "-" for r in peaks]
-        rows.append([f"`{problem.workload.name}`", "peak GiB", *cells])
-    return markdown(rows)
-
-
-def short_layer_table(problems: list[Problem]) -> str:
-    """The README's form: a row for each layer and way to compute it."""
-    rows = [["layer", "computed by", "eager", "in a CUDA graph", "peak GiB"]]
-    for problem in problems:
-        for name in (name for name in LAYER_WAYS if problem.result(name)):
-            way = "evoattn.nn" if name == "evoattn" else title(name)
-            peak = problem.result(name).peak_bytes  # type: ignore[union-attr]
-            cells = [_cell(problem, name, passes) for passes in (("forward", "both"), ("graph_forward", "graph_both"))]
-            rows.append([f"`{problem.workload.name}`", way, *cells, f"{peak / 2**30:.2f}" if peak else "-"])
+        cells = [_cell(problem, name, ("graph_forward", "graph_both")) for name in names]
+        held = [problem.result(name) for name in peaks]
+        memory = " / ".join(f"{r.peak_bytes / 2**30:.2f}" if r is not None and r.peak_bytes else "-" for r in held)
+        rows.append([f"`{problem.workload.name}`", *cells, _cell(problem, "evoattn", ("forward", "both")), memory])
     return markdown(rows)

@@ -14,7 +14,6 @@ from evoattn import cli
 from evoattn.backends import tiled
 from evoattn.bench import machine
 from evoattn.bench import record as records
-from evoattn.bench.record import Result, Timing
 from evoattn.cli import bench
 from evoattn.core.inputs import Inputs, Outputs
 from evoattn.workloads import WORKLOADS
@@ -165,22 +164,16 @@ def test_the_list_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert piece in text
 
 
-def test_the_picture_of_the_rates() -> None:
-    """A bar for every workload up to its lowest ceiling, what evoattn has of that, and a mark for each of the others."""
-    record = a_record(evoattn=[1.0], dense=[2.0], flash_unbiased=[0.1])
-    figure = plots.rates(record, record.problems)
+def test_the_picture_of_the_ceilings() -> None:
+    """A bar for every workload and pass: the share that evoattn has of the lowest ceiling."""
+    record = a_record(evoattn=[4e-3], dense=[2.0])
+    figure = plots.ceilings(record, record.problems)
     (axes,) = figure.axes
-    ceiling, fused = sorted(bar.get_width() for bar in axes.patches)[::-1]
-    assert (ceiling, fused) == (pytest.approx(4.0), pytest.approx(0.016384))
-    assert [text.get_text() for text in axes.texts] == ["0%"]
+    share = 100 * 16**3 * 4 / 4e-6 / 4e9
+    assert axes.patches[0].get_width() == pytest.approx(share)
+    assert [text.get_text() for text in axes.texts] == [f"{share:.0f}%"]
     (labels,) = ([text.get_text() for text in legend.get_texts()] for legend in figure.legends)
-    others = ["dense torch", "torch flash kernel, no bias"]
-    assert labels == ["evoattn (% of the lowest ceiling)", *others, "lowest ceiling: exponentials"]
-    marks = {line.get_label(): line for line in axes.lines}
-    assert [marks[label].get_xdata()[0] for label in others] == pytest.approx([0.008192, 0.16384])
-    for passes in ({}, {"both": Timing((1.0,))}):
-        record.problems[0].results = [Result("evoattn", times=passes)]
-        assert len(plots.rates(record, record.problems).axes) == len(passes), "without a time there is no panel"
+    assert labels == ["exponentials"]
 
 
 def test_ceilings_are_written_into_a_record(

@@ -42,10 +42,12 @@ def copy(figures: ModuleType, tmp_path: Path) -> Path:
     (tmp_path / "docs" / "layer-time.md").write_text(marks)
     (tmp_path / "docs" / "sharded.md").write_text("<!-- figures: begin sharded -->\nold\n<!-- figures: end sharded -->\n")
     text = "a\n<!-- figures: begin gpu -->\nold\n<!-- figures: end gpu -->\nb\n"
-    (tmp_path / "README.md").write_text(text + "".join(text.replace("gpu", x) for x in ("cpu", "layers", "predictions")))
+    (tmp_path / "README.md").write_text(text + "".join(text.replace("gpu", x) for x in ("cpu", "training", "predictions")))
+    names = ("bench", "bench-peers", "bench-reasons")
+    (tmp_path / "docs" / "benchmarks.md").write_text("".join(text.replace("gpu", x) for x in names))
     gpu, cpu = a_record(evoattn=[1.0], dense=[2.0]), a_record(evoattn=[10.0], dense=[20.0])
     gpu.problems = [
-        type(p)(p.workload.at(length), p.dtype, p.bytes, p.results) for p in gpu.problems for length in (16, 32, 64)
+        type(p)(p.workload.at(length), "bfloat16", p.bytes, p.results) for p in gpu.problems for length in (16, 32, 64)
     ]
     cpu.machine["kind"] = "cpu"
     records.write(gpu, results / "card.json")
@@ -61,19 +63,17 @@ def drift(figures: ModuleType, copy: Path) -> str:
 def test_drawing_makes_every_page(figures: ModuleType, copy: Path) -> None:
     assert drift(figures, copy) == ""
     page = (copy / "docs" / "benchmarks.md").read_text()
-    assert "| tri32 | **1.000** / - | 2.000 / - |" in page
-    assert (
-        "![Scores a second of all, and the lowest ceiling of the device, by workload](figures/bench-card-float32-speed.png)"
-        in page
-    )
+    assert "| tri32 | **1.000** / - | 2.000 / - | 1.0 |" in page
+    picture = "figures/bench-card-bfloat16-ceilings.png"
+    assert f"![The share of the device's lowest ceiling that evoattn reaches, by workload]({picture})" in page
     readme = (copy / "README.md").read_text()
-    assert readme.startswith("a\n<!-- figures: begin gpu -->\na machine, float32, forward / forward + backward in ms")
-    assert "| tri16 | **10.000** / - | 20.000 / - |\n<!-- figures: end cpu -->\nb\n" in readme and "old" not in readme
-    assert "speed.png" not in readme, "the README shows speed-ups and lengths, the pages the rest too"
+    assert readme.startswith("a\n<!-- figures: begin gpu -->\na machine, bfloat16, every result checked against float64 first")
+    assert "| tri16 | **10.000** / - | 20.000 / - | 1.0 |\n<!-- figures: end cpu -->\nb\n" in readme and "old" not in readme
+    assert "ceilings.png" not in readme, "the README shows speed-ups, the page the rest too"
     assert sorted(path.name for path in (copy / "docs" / "figures").iterdir()) == [
-        "bench-card-float32-length.png",
-        "bench-card-float32-speed.png",
-        "bench-card-float32-speedups.png",
+        "bench-card-bfloat16-ceilings.png",
+        "bench-card-bfloat16-length.png",
+        "bench-card-bfloat16-speedups.png",
     ]
 
 
@@ -81,7 +81,7 @@ def test_a_changed_result_is_drift(figures: ModuleType, copy: Path) -> None:
     path = copy / "benchmarks" / "results" / "card.json"
     path.write_text(path.read_text().replace(" 2.0\n", " 1.5\n"))
     drifts = drift(figures, copy)
-    for name in ("docs/benchmarks.md is not", "README.md is not", "bench-card-float32-speed.png was not drawn"):
+    for name in ("docs/benchmarks.md is not", "bench-card-bfloat16-ceilings.png was not drawn"):
         assert name in drifts
 
 
@@ -91,10 +91,10 @@ def test_an_edited_page_or_another_picture_is_drift(figures: ModuleType, copy: P
     assert drift(figures, copy).startswith("docs/benchmarks.md is not what the results make it")
     figures.draw(copy, copy / "benchmarks" / "results")
     folder = copy / "docs" / "figures"
-    shutil.copy(folder / "bench-card-float32-speed.png", folder / "bench-old-float32-speed.png")
-    assert "bench-old-float32-speed.png has no results any more" in drift(figures, copy)
-    (folder / "bench-card-float32-length.png").write_bytes(b"another picture")
-    assert "bench-card-float32-length.png was not drawn from these results" in drift(figures, copy)
+    shutil.copy(folder / "bench-card-bfloat16-length.png", folder / "bench-old-bfloat16-length.png")
+    assert "bench-old-bfloat16-length.png has no results any more" in drift(figures, copy)
+    (folder / "bench-card-bfloat16-length.png").write_bytes(b"another picture")
+    assert "bench-card-bfloat16-length.png was not drawn from these results" in drift(figures, copy)
     figures.draw(copy, copy / "benchmarks" / "results")
     assert drift(figures, copy) == ""
 
@@ -107,7 +107,7 @@ def a_layer() -> records.Problem:
     return records.Problem(workload("layer768"), "bfloat16", 1000, [fused, dense])
 
 
-def test_layers_have_a_table_and_their_parts_a_picture(figures: ModuleType, copy: Path) -> None:
+def test_layers_and_their_parts_have_tables(figures: ModuleType, copy: Path) -> None:
     results = copy / "benchmarks" / "results"
     page = copy / "docs" / "layer-time.md"
     assert page.read_text().count("Not measured yet.") == 3
@@ -127,18 +127,14 @@ def test_layers_have_a_table_and_their_parts_a_picture(figures: ModuleType, copy
     text = page.read_text()
     assert "| `layer768` | as models write it | 0.100 / 0.200 | 0.300 / 0.400 | 1.000 / 2.000 |" in text
     assert "| 0.250 / 0.300 | 1.750 / 3.000 |" in text, "what the whole takes beyond its parts"
-    assert "| `layer768` | eager | **1.000** / 3.000 | 2.000 / - |" in text
-    assert "| `layer768` | in a graph | 0.500 / 2.000 | - / - |" in text
-    assert "| `layer768` | peak GiB | 1.00 | - |" in text
-    assert (copy / "docs" / "figures" / "layers-card.png").exists()
-    readme = (copy / "README.md").read_text()
-    assert "a whole triangle layer" in readme
-    assert "| tri32 |" in readme, "the kernels keep their table, though the record of layers comes first"
-    assert "| layer768 | **1.000** / 3.000 | 2.000 / - |" in (copy / "docs" / "benchmarks.md").read_text()
+    head = "| layer | evoattn.nn | as models write it, evoattn inside | evoattn.nn, eager | GiB, evoattn.nn |"
+    assert head in text
+    assert "| `layer768` | 0.500 / 2.000 | - / - | **1.000** / 3.000 | 1.00 |" in text
+    page = (copy / "docs" / "benchmarks.md").read_text()
+    assert "| tri32 |" in page and "layer768" not in page, "layers have a page of their own"
 
 
 def test_each_card_has_a_table_of_its_layers(figures: ModuleType, copy: Path) -> None:
-    """The README has the last card's alone."""
     for device in ("card A", "card B"):
         record = dataclasses.replace(a_record(), problems=[a_layer()])
         record.machine["device"] = device
@@ -146,9 +142,23 @@ def test_each_card_has_a_table_of_its_layers(figures: ModuleType, copy: Path) ->
     figures.draw(copy, copy / "benchmarks" / "results")
     text = (copy / "docs" / "layer-time.md").read_text()
     assert text.index("### card A, bfloat16") < text.index("### card B, bfloat16")
-    assert text.count("| `layer768` | eager | **1.000** / 3.000 | 2.000 / - |") == 2
-    readme = (copy / "README.md").read_text()
-    assert "card B, a whole triangle layer" in readme and "card A" not in readme
+    assert text.count("| `layer768` | 0.500 / 2.000 |") == 2
+
+
+def test_peers_and_missing_times_have_parts_of_the_page(figures: ModuleType, copy: Path) -> None:
+    """A reason names its dtype if another dtype has none. A peer that was not installed is left out."""
+    results = copy / "benchmarks" / "results"
+    page = copy / "docs" / "benchmarks.md"
+    assert page.read_text().count("None yet.") == 2
+    record = a_record(evoattn=[1.0])
+    refused = records.Result("trifast", status="refused", reason="takes `bfloat16`")
+    record.problems[0].results += [refused, records.Result("flex", status="absent", reason="not installed")]
+    (results / "peers").mkdir()
+    records.write(record, results / "peers" / "card.json")
+    figures.draw(copy, results)
+    assert "| tri16 | 1.000 / - | 1.0 |" in page.read_text()
+    assert "- TriFast, all in float32: refused: `takes bfloat16`" in page.read_text()
+    assert "not installed" not in page.read_text()
 
 
 def test_records_of_several_gpus_have_a_table(figures: ModuleType, copy: Path) -> None:
@@ -177,14 +187,16 @@ def test_a_page_without_its_marks(figures: ModuleType) -> None:
 def test_speed_ups_are_against_the_fastest_peer_that_solves_the_problem(figures: ModuleType) -> None:
     """The record's own times give each label; a kernel that leaves the bias out is no peer."""
     part = next(part for part in figures.parts(ROOT / "benchmarks" / "results") if part.name == "h200-bfloat16")
-    drawn = figures.speedups.speedups(part.record, part.problems)
-    labels = [{text.xy[1]: text.get_text() for text in axes.texts} for axes in drawn.axes]
-    names = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
-    for name, texts in zip(("forward", "backward"), labels, strict=True):
+    (axes,) = figures.plots.speedups(part.record, part.problems).axes
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    texts = [text.get_text() for text in axes.texts]
+    longest = [float(text.partition("x")[0]) for text in texts[::2]]
+    assert longest == sorted(longest, reverse=True), "the largest speed-up of the forward comes first"
+    for turn, name in enumerate(("forward", "backward")):
         problem = next(problem for problem in part.problems if problem.workload.name == "tri397")
         times = {r.name: r.times[name].median_ms for r in problem.results if name in r.times}
         peers = {peer: time for peer, time in times.items() if peer not in ("evoattn", "evoattn/triton", "flash_unbiased")}
         fastest = min(peers, key=lambda peer: peers[peer])
-        number, _, title = texts[names.index("tri397")].partition("  ")
+        number, _, title = texts[2 * names.index("tri397") + turn].partition("  ")
         assert number == f"{peers[fastest] / times['evoattn']:.2f}x"
         assert title.lower().startswith(fastest[:4])

@@ -190,10 +190,11 @@ def test_roofs_of_a_pass() -> None:
     assert ceilings.roofs(Record({}, {}), dataclasses.replace(problem, bytes=None), "forward") == {}
 
 
-def test_share_of_a_ceiling() -> None:
-    record = a_record(evoattn=[1e-2])  # 16,384 scores and 1,000 bytes; 4e9 exp2/s, 2e10 bytes/s
-    head, _, line = record_tables.own_table(record, record.problems).splitlines()
-    assert "| share of exp2 | share of copy |" in head
-    assert f"| {100 * 16**3 * 4 / 1e-5 / 4e9:.0f}% | {100 * 1000 / 1e-5 / 2e10:.0f}% |" in line
-    record.ceilings = {"copy_bytes_per_s": 2e10}
-    assert "share of exp2" not in record_tables.own_table(record, record.problems)
+def test_a_table_of_times_has_the_memory_and_the_error_of_evoattn() -> None:
+    record = a_record(evoattn=[1.0], dense=[2.0])
+    own = record.problems[0].result("evoattn")
+    own.peak_bytes, own.host_us, own.errors, own.backend = 3 << 20, {"forward": 12.4}, {"o": 1e-3, "dq": 2e-3}, "tiled"
+    head, _, line = record_tables.times_table(record.problems).splitlines()
+    assert head.endswith("| dense torch | evoattn, host µs | evoattn, MiB |")
+    assert line.endswith("| 2.000 / - | 12 | 3.0 |")
+    assert record_tables.own_line(record.problems) == "evoattn runs on tiled. Its largest error is 2.0e-03."

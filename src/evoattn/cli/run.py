@@ -75,7 +75,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--no-graphs",
         action="store_false",
         dest="graphs",
-        help="do not replay steps and blocks on a GPU as CUDA graphs, as evoattn.patch(graphs=True) does",
+        help="do not replay steps and blocks on a GPU as CUDA graphs, as evoattn.patch(graphs=False) does",
     )
     parser.add_argument(
         "--precision",

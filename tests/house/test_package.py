@@ -23,8 +23,8 @@ pytestmark = [
 ]
 
 CHECKOUT = (
-    *("src", "tests", "examples", "docs", "notes", "benchmarks", "tools"),
-    *("dev.py", "Makefile", "LICENSE", "pyproject.toml"),
+    *("src", "tests", "examples", "docs", "notes", "benchmarks", "tools", "conda"),
+    *("dev.py", "Makefile", "LICENSE", "CITATION.cff", "pyproject.toml"),
 )
 """What the distributions are made of, besides the pages at the top."""
 
@@ -74,11 +74,12 @@ def test_an_index_would_take_both(built: Path) -> None:
 
 
 def test_the_wheel_has_the_package_alone(built: Path) -> None:
-    """And the mark of a typed package."""
+    """Each file of `src`, and besides them the records that an installer reads."""
     (wheel,) = built.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"evoattn"}
-    assert "evoattn/py.typed" in names
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.startswith("evoattn-")}
+    files = {path.relative_to(ROOT / "src") for path in (ROOT / "src" / "evoattn").rglob("*") if path.is_file()}
+    assert names == {file.as_posix() for file in files if "__pycache__" not in file.parts}
+    assert {"evoattn/py.typed", "evoattn/clients/sources.json", "evoattn/clients/startup/sitecustomize.py"} <= names
 
 
 def test_the_sdist_has_what_the_tests_need(built: Path) -> None:
@@ -87,6 +88,8 @@ def test_the_sdist_has_what_the_tests_need(built: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     files = {str(path.relative_to(ROOT)) for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py")}
     assert {"dev.py", "pyproject.toml", "README.md", "tools/constraints.txt", *files} <= names
+    tops = {name.partition("/")[0] for name in names} - {"", "PKG-INFO", ".gitignore"}  # hatchling adds the latter two
+    assert tops - {path.name for path in ROOT.glob("*.md")} == set(CHECKOUT)
 
 
 def test_installed_doctor_lists_the_tiled_backend(installed: Path, tmp_path: Path) -> None:

@@ -193,6 +193,14 @@ def test_a_damaged_kernel_is_compiled_anew(tmp_path: pathlib.Path, launched: lis
     assert launched == ["norm_kernel"]
 
 
+def test_a_kernel_in_a_folder_that_was_moved_is_not_kept(tmp_path: pathlib.Path) -> None:
+    """Triton looks for it where it was written."""
+    finished(attempted(normalise))
+    (group,) = tmp_path.glob("*/__grp__*")
+    assert compiling.kept_bytes(group.parent) > 0
+    assert compiling.kept_bytes(group.parent.rename(tmp_path / "moved")) == 0
+
+
 def test_a_call_that_is_no_attempt_compiles_as_before(launched: list[str]) -> None:
     normalise()
     assert launched == ["norm_kernel"] and not beside._submitted

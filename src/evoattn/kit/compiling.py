@@ -101,8 +101,12 @@ def folder_of(key: str) -> pathlib.Path:
 
 
 def kept_bytes(folder: pathlib.Path) -> int:
-    """The size of a folder; 0 if Triton would not find the kernel there."""
-    return sum(file.stat().st_size for file in folder.iterdir()) if any(folder.glob("__grp__*")) else 0
+    """The size of a folder; 0 if Triton would not find the kernel there: it keeps absolute paths, so none in a moved folder."""
+    for group in folder.glob("__grp__*"):
+        with contextlib.suppress(OSError, ValueError, LookupError):
+            if all(map(os.path.exists, json.loads(group.read_text())["child_paths"].values())):
+                return sum(file.stat().st_size for file in folder.iterdir())
+    return 0
 
 
 def forget(jitted: Any) -> None:

@@ -1,6 +1,6 @@
 """OpenDDE: pairformer, templates, diffusion and atom transformers. Called as Protenix' are.
 
-Its MSA block writes into what its gradients need, so it cannot be differentiated, and is not here.
+Its MSA block writes into what its gradients need, so it cannot be differentiated: two of its layers are here, by themselves.
 """
 
 from __future__ import annotations
@@ -39,10 +39,24 @@ def _kernel(problem: Problem) -> Call:
     return Call(nn.Module(), run, leaves, dict.fromkeys("qkv", mask), ("q",))
 
 
+def _averaging(problem: Problem) -> Call:
+    module, n = problem.fill(trunk.MSAPairWeightedAveraging(24, 16, 32, HEADS)), problem.residues
+    leaves = {"m": problem.normal(5, n, 24), "z": problem.normal(n, n, 32)}
+    return Call(module, lambda m, z: (module(m, z),), leaves, {}, ("m",))
+
+
+def _outer_product(problem: Problem) -> Call:
+    module, n = problem.fill(layers.OuterProductMean(24, 32, 16)), problem.residues
+    of_msa = problem.mask()[1].expand(5, -1)
+    return Call(module, lambda m: (module(m, of_msa),), {"m": problem.normal(5, n, 24)}, {}, ("z",))
+
+
 BLOCKS = (
     Block("pairformer", functools.partial(pairformer, trunk.PairformerStack), CHUNKED, KERNELS),
     Block("triangle kernel, by itself", _kernel, switches=({"kernel": True},)),
     Block("template pairformer", functools.partial(templates, trunk.PairformerStack), CHUNKED, KERNELS),
+    Block("pair-weighted averaging, by itself", _averaging),
+    Block("outer product mean, by itself", _outer_product),
     Block("diffusion transformer", functools.partial(diffusion, transformer.DiffusionTransformer)),
     Block("atom transformer", functools.partial(atoms, transformer.AtomTransformer), ({}, {"chunk_size": 2})),
     Block("attention", functools.partial(attention, primitives.Attention, True)),

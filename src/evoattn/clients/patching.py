@@ -68,8 +68,8 @@ class Patch:
 
     @property
     def calls_by_kind(self) -> dict[str, int]:
-        """Calls that evoattn computed, by kind: "attention call", "triangle multiplication", "transition", "pair block" and
-        "diffusion transformer".
+        """Calls that evoattn computed, by kind: "attention call", "triangle multiplication", "transition", "MSA layer",
+        "pair block" and "diffusion transformer".
         """
         kinds = {kind for kind, _ in self._counts}
         return {x: sum(count.replaced for (kind, _), count in self._counts.items() if kind == x) for x in KINDS if x in kinds}

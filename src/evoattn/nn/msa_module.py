@@ -1,4 +1,4 @@
-"""What an alignment and a pair representation tell each other: outer product mean, pair-weighted averaging."""
+"""Layers between an alignment and a pair representation: outer product mean, pair-weighted averaging."""
 
 from __future__ import annotations
 

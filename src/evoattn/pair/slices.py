@@ -1,4 +1,4 @@
-"""What the operators of an alignment share: slices whose products stay in a cache, products with wide sums, and checks."""
+"""Parts of the operators of an alignment: slices whose products stay in a cache, products with wide sums, and checks."""
 
 from __future__ import annotations
 

@@ -120,24 +120,30 @@ class Training:
         numbers: Case = {}
         with used(way, PROGRAM, self.model):
             try:
-                outputs, _ = self._step(features, optimizer)
+                outputs, _ = self.step(features, optimizer)
                 with peak(self.device, numbers):
-                    times = [self._step(features, optimizer)[1] for _ in range(self.steps)]
+                    times = [self.step(features, optimizer)[1] for _ in range(self.steps)]
             finally:
                 optimizer.zero_grad()
         numbers["ms"] = round(statistics.median(sum(x.values()) for x in times), 2)
         numbers["stages"] = {name: round(statistics.median(x[name] for x in times), 2) for name in STAGES}
         return numbers | {"loss": float(f"{outputs['loss']:.6g}")}, outputs
 
-    def _step(self, features: Mapping[str, Tensor], optimizer: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Results and milliseconds of a step."""
+    def step(
+        self, features: Mapping[str, Tensor], optimizer: Any, clock: Any = None
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Results and milliseconds of a step. clock: is told when the backward runs (`training_parts.Clock`)."""
         torch.manual_seed(1)
         optimizer.zero_grad()
         times: dict[str, float] = {}
         with self._timed("forward", times), torch.autocast(self.device.type, torch.bfloat16), tf32(False):
             loss = loss_of(self.model, features)
         with self._timed("backward", times), tf32(False):
+            if clock is not None:
+                clock.in_backward = True
             loss.backward()  # type: ignore[no-untyped-call]
+            if clock is not None:
+                clock.in_backward = False
         block = torch.cat([x.grad.flatten() for x in self.model.pairformer_module.layers[0].parameters() if x.grad is not None])
         outputs = {"loss": loss.detach().cpu(), "first block": block.float().cpu()}
         with self._timed("optimizer", times):

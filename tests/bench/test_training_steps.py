@@ -19,6 +19,8 @@ from prediction_features import packed, unpacked
 from prediction_programs import PROGRAMS
 from prediction_ways import failure
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from training_parts import Clock
 from training_steps import Training, cropped, drawn, measure, show
 
 
@@ -171,3 +173,29 @@ def test_the_page_shows_training_beside_predictions(tmp_path: Path) -> None:
     assert "| 384 | evoattn.patch | 300 | 3.00 | 20.0 | 300 | 590 | 10 | 0.0e+00 |" in text
     assert "| 640 | as installed | out of memory | - | - | - | - | - | - |" in text
     assert "| 640 | evoattn.patch | 900 | - | 20.0 |" in text, "there is nothing to compare with"
+
+
+class Checkpointed(Trunk):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        y: Tensor = checkpoint(self.layers[0], x, use_reentrant=False)
+        return scale * y
+
+
+def test_parts_of_a_step_have_their_times() -> None:
+    """A part that is called by name, without gradients too. Its layer is computed again by the checkpoint alone."""
+    model = Toy()
+    model.pairformer_module, model.msa_module = Checkpointed(), Trunk()
+    before = [x.grad for x in model.parameters()]
+    with Clock(model, torch.device("cpu")) as clock:
+        x = torch.rand(3, 4, requires_grad=True)
+        with torch.no_grad():
+            model.pairformer_module(x)
+        y = model.pairformer_module(x=x.exp(), scale=2.0)
+        clock.in_backward = True
+        y.square().sum().backward()
+        clock.in_backward = False
+        times = clock.ms()
+    assert times.keys() == {"trunk"}, "the other module was not called"
+    assert all(ms > 0 for ms in times["trunk"].values()), times
+    assert times["trunk"]["again"] < times["trunk"]["backward"]
+    assert before == [None] * 4 and not model.pairformer_module._forward_hooks

@@ -1,0 +1,213 @@
+#!/usr/bin/env python3
+"""Where the time of a training step of whole Boltz-2 goes, by part: forward, what checkpoints compute again, backward.
+
+    PYTHONPATH=src python benchmarks/training_parts.py --tokens 384 640 --json parts.json
+
+The step is that of `training_steps.py`. Times are those of the GPU's stream, between the begin and the end of a part; "again"
+is a share of "backward". What belongs to no part is `other`: embeddings, losses, what is between. `gpu_ms` is the time in which
+a kernel ran, in one more step under torch's profiler. The rest of the step waited for the host.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from prediction_features import unpacked
+from prediction_ways import WAYS, Case, Way, begun, each_way, keep, line, options, used
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from training_steps import BLOCKS, PROGRAM, ROWS, SOURCE, Training, build, cropped, drawn
+
+from evoattn.bench import machine
+
+PARTS = {
+    "MSA module": ("msa_module", "layers"),
+    "templates": ("template_module", ""),
+    "trunk": ("pairformer_module", "layers"),
+    "condition": ("diffusion_conditioning", ""),
+    "denoiser": ("structure_module.score_model", "token_transformer.layers"),
+}
+"""By name: the module, and the list inside of it whose modules checkpoints compute again."""
+
+PASSES = ("forward", "backward", "again")
+
+
+class Clock:
+    """Times of the parts of a model in one step. Use it as a context manager.
+
+    Attributes:
+        in_backward: whether the backward runs: a layer that is called then is computed again.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._begun: dict[tuple[str, str], Any] = {}
+        self._spans: list[tuple[str, str, Any, Any]] = []
+        self._first: dict[str, Any] = {}  # gradient of an output of a part
+        self._last: dict[str, Any] = {}  # gradient of an input
+        self._hooks: list[Any] = []
+        self.in_backward = False
+
+    def __enter__(self) -> Clock:
+        for name, (path, layers) in PARTS.items():
+            part = attribute(self._model, path)
+            if part is not None:
+                self._watch(part, name, "forward")
+                for layer in attribute(part, layers) or () if layers else ():
+                    self._watch(layer, name, "again")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _watch(self, module: nn.Module, name: str, which: str) -> None:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            if (which == "again") != self.in_backward:
+                return None
+            self._begun[name, which] = self._now()
+            return None if self.in_backward else tree_map(entering, (args, kwargs))
+
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if (start := self._begun.pop((name, which), None)) is not None:
+                self._spans.append((name, which, start, self._now()))
+                if not self.in_backward:
+                    tree_map(leaving, output)
+
+        def entering(x: Any) -> Any:
+            """A view of an input, which has the gradient from this part alone."""
+            if not _wants_gradient(x):
+                return x
+            view = x.view_as(x)
+            view.register_hook(lambda _: self._last.update({name: self._now()}))
+            return view
+
+        def leaving(x: Any) -> Any:
+            if _wants_gradient(x):
+                x.register_hook(lambda _: self._first.setdefault(name, self._now()) and None)
+            return x
+
+        self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._hooks.append(
+            module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        )  # a checkpoint may stop early
+
+    def _now(self) -> Any:
+        """An event on the current stream, or the time of a CPU."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self) -> dict[str, dict[str, float]]:
+        """Milliseconds by part and pass, once the device is through."""
+        machine.synchronize(self._device)
+        parts = {name: dict.fromkeys(PASSES, 0.0) for name in PARTS if any(name == x for x, *_ in self._spans)}
+        for name, which, start, end in self._spans:
+            parts[name][which] += span(start, end)
+        for name in self._first.keys() & self._last.keys():
+            parts[name]["backward"] = span(self._first[name], self._last[name])
+        return parts
+
+
+def _wants_gradient(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
+
+
+def span(start: Any, end: Any) -> float:
+    """Milliseconds between two of `Clock.now`."""
+    if isinstance(start, float):
+        return 1e3 * float(end - start)
+    return float(start.elapsed_time(end))
+
+
+def attribute(of: Any, path: str) -> Any:
+    """An attribute by a dotted path, or None."""
+    for name in path.split("."):
+        of = getattr(of, name, None)
+    return of
+
+
+def measure(training: Training, features: Mapping[str, Tensor], way: Way) -> tuple[Case, dict[str, Tensor]]:
+    """The parts of a step, which are compared by their losses."""
+    [optimizer], _ = training.model.configure_optimizers()
+    with used(way, PROGRAM, training.model):
+        outputs, _ = training.step(features, optimizer)  # which compiles
+        runs = [_timed(training, features, optimizer) for _ in range(training.steps)]
+        busy = _busy(training, features, optimizer)
+    optimizer.zero_grad()
+    case: Case = {"ms": _median(sum(stages.values()) for _, stages in runs)}
+    case["stages"] = {name: _median(stages[name] for _, stages in runs) for name in runs[0][1]}
+    case["parts"] = {name: {x: _median(parts[name][x] for parts, _ in runs) for x in PASSES} for name in runs[0][0]}
+    inside = sum(x["forward"] + x["backward"] for x in case["parts"].values())
+    case["other"] = round(case["stages"]["forward"] + case["stages"]["backward"] - inside, 2)
+    return case | busy | {"loss": float(f"{outputs['loss']:.6g}")}, {"loss": outputs["loss"]}
+
+
+def _median(values: Any) -> float:
+    return round(statistics.median(values), 2)
+
+
+def _timed(training: Training, features: Mapping[str, Tensor], optimizer: Any) -> tuple[Any, dict[str, float]]:
+    with Clock(training.model, training.device) as clock:
+        _, stages = training.step(features, optimizer, clock)
+        return clock.ms(), stages
+
+
+def _busy(training: Training, features: Mapping[str, Tensor], optimizer: Any) -> Case:
+    """The time in which a kernel ran, and how many were launched."""
+    if training.device.type != "cuda":
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        training.step(features, optimizer)
+        torch.cuda.synchronize(training.device)
+    kernels = [x for x in profile.events() if x.device_type.name == "CUDA"]
+    return {"gpu_ms": round(sum(x.device_time for x in kernels) / 1e3, 1), "launches": len(kernels)}
+
+
+def show(case: Case) -> str:
+    """A line for the terminal."""
+    parts = ", ".join(
+        f"{name} {x['forward']:.0f} + {x['backward']:.0f} ({x['again']:.0f} again)" for name, x in case.get("parts", {}).items()
+    )
+    return line(case, f"{case['tokens']:5} tokens", f"{case.get('ms', 0):8.1f} ms, GPU {case.get('gpu_ms', 0):.0f} ({parts})")
+
+
+def cases(training: Training, features: Mapping[str, Tensor], chosen: list[str]) -> Iterator[Case]:
+    """A case for each way, in turn."""
+    facts = {"program": PROGRAM.title, "tokens": features["token_index"].shape[1], "rows": features["msa"].shape[1]}
+    facts["blocks"] = training.blocks
+    return each_way(PROGRAM, chosen, facts, training.device, lambda way: measure(training, features, way))
+
+
+def main() -> int:
+    parser = options(__doc__, [name for name, way in WAYS.items() if not way.runtime])
+    parser.set_defaults(ways=[name for name, way in WAYS.items() if not (way.patch or {}).get("graphs")])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[384, 640], metavar="N", help="of a crop (default: 384 640)")
+    parser.add_argument("--rows", type=int, default=ROWS, help=f"of the alignment (default: {ROWS})")
+    parser.add_argument("--blocks", type=int, default=BLOCKS, help=f"of the trunk (default: {BLOCKS})")
+    parser.add_argument("--steps", type=int, default=3, help="that are timed after one that compiles (default: 3)")
+    chosen = parser.parse_args()
+    try:
+        record = begun(chosen.json, chosen.device, chosen.commit)
+        training = Training(build(chosen.device, chosen.blocks), chosen.device, chosen.steps, chosen.blocks)
+        source = unpacked("boltz2", SOURCE, torch.device("cpu"))
+        crops = [cropped(source, tokens) for tokens in chosen.tokens]
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    failed = False
+    for crop in crops:
+        features = drawn({name: x.to(chosen.device) for name, x in crop.items()}, chosen.rows)
+        found = cases(training, features, chosen.ways)
+        failed |= keep(found, record, ("program", "tokens", "rows", "blocks", "way"), chosen.json, show)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -150,7 +150,7 @@ def measure(training: Training, features: Mapping[str, Tensor], way: Way) -> tup
     return case | busy | {"loss": float(f"{outputs['loss']:.6g}")}, {"loss": outputs["loss"]}
 
 
-def _median(values: Any) -> float:
+def _median(values: Iterable[float]) -> float:
     return round(statistics.median(values), 2)
 
 

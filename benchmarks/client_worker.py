@@ -215,7 +215,7 @@ class Worker:
             blocks = Blocks(self._client, self._module, inputs, getattr(torch, dtype))
             for way in [way for way in self._ways if way.patched]:
                 for name in PASSES:
-                    with contextlib.suppress(Exception), evoattn.patch(self._client.name, graphs=False):
+                    with contextlib.suppress(Exception), evoattn.patch(self._client.name, graphs=False, wait=True):
                         getattr(blocks, name)(way)
                     release(self._device)
 
@@ -251,7 +251,7 @@ class Worker:
         if not way.patched:
             yield
             return
-        with evoattn.patch(self._client.name, graphs=False) as patched:
+        with evoattn.patch(self._client.name, graphs=False, wait=True) as patched:
             yield
         case["calls"], case["backends"] = patched.calls, sorted(self._chosen)
         passed_on = [reason for reason in patched.passed_on if "the client's own" not in reason]  # its own is faster

@@ -88,7 +88,7 @@ def used(way: Way, program: Program, model: nn.Module) -> Iterator[None]:
     """Run the program this way while the context is entered."""
     if program.kernels is not None:
         program.kernels(model, way.kernels)
-    with evoattn.patch(program.client, **way.patch) if way.patch is not None else contextlib.nullcontext():
+    with evoattn.patch(program.client, wait=True, **way.patch) if way.patch is not None else contextlib.nullcontext():
         yield
 
 

@@ -139,7 +139,7 @@ def test_each_way_is_measured_and_compared(patched: list[dict[str, bool]], monke
     cases = list(measure(run, 4, list(WAYS), exact=True))
     assert [case["way"] for case in cases] == ["as installed", "cuEquivariance", "evoattn.patch", "evoattn run"]
     assert [case["precision"] for case in cases] == [None, None, "exact", "exact"] and cases[0]["samples"] is None
-    assert patched == [{"graphs": False}, {}]
+    assert patched == [{"wait": True, "graphs": False}, {"wait": True}]
     assert all(case["stages"]["part"] <= case["seconds"] for case in cases)
     assert [case["from_installed"]["distogram"] > 0 for case in cases] == [False, True, False, False]
     assert 0 < cases[0]["from_float32"]["distogram"] < 0.1
@@ -254,7 +254,7 @@ def test_samples_precision_and_another_runtime_are_recorded(monkeypatch: pytest.
     cases = list(measure(run, 4, ["evoattn run bf16", "as installed", "bionemo-ir"], exact=False))
     facts = [(case["way"], case["precision"], case["samples"], case["steps"]) for case in cases]
     assert facts == [("as installed", None, 2, 3), ("evoattn run bf16", "bf16", 2, 3), ("bionemo-ir", "bf16", 2, 3)], cases
-    assert asked == [{"precision": "bf16"}]
+    assert asked == [{"wait": True, "precision": "bf16"}]
     assert cases[1]["from_installed"]["coordinates"] == 0 < cases[2]["from_installed"]["coordinates"]
     assert "4 residues, 2 samples, bionemo-ir" in show(cases[2])
 

@@ -27,6 +27,15 @@ def _nothing_is_left_to_clients_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(site, "_has_kernels", lambda: True)
 
 
+DEFAULT = patching.WAITS
+
+
+@pytest.fixture(autouse=True)
+def _patches_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a client computes the first calls on a GPU whose kernels are not kept."""
+    monkeypatch.setattr(patching, "WAITS", True)
+
+
 @pytest.fixture
 def watched() -> Watched:
     return Watched()

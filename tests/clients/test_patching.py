@@ -15,6 +15,7 @@ import evoattn.nn
 from evoattn.clients import patching
 from evoattn.clients.registry import sources
 from evoattn.clients.site import Client
+from tests.clients.conftest import DEFAULT
 from tests.clients.toy import SITES, Z, function_at
 
 
@@ -148,6 +149,18 @@ def test_a_module_that_is_reloaded(triangle: Any) -> None:
         assert patched.calls == before + 1 and layers.has_kernel
     assert not again(Z).any() and not triangle(Z).any() and not hasattr(layers, "has_kernel")
     assert "any more" not in str(patched)
+
+
+@pytest.mark.parametrize(("wait", "waits"), [(None, False), (False, False), (True, True)])
+def test_a_patch_waits_if_it_is_asked_to(toy: Any, wait: bool | None, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else not, as `evoattn run`. A second patch that asks for the other is refused."""
+    monkeypatch.setattr(patching, "WAITS", DEFAULT)
+    with evoattn.patch("toy", wait=wait, graphs=False) as patched:
+        assert patched.waits is waits
+        with evoattn.patch("toy", graphs=False) as again:
+            assert again is patched
+        with pytest.raises(ValueError, match=f"wait must be {waits} for 'toy', which is patched with it, got {not waits}"):
+            evoattn.patch("toy", wait=not waits, graphs=False)
 
 
 def test_what_others_put_over_ours_stays_when_patched_again(toy: Any) -> None:

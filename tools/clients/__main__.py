@@ -46,7 +46,7 @@ def _client(name: str, blocks: tuple[Block, ...]) -> list[str]:
             _line(name, block, str(dtype).removeprefix("torch."), result)
             faults += result.faults
             sites += result.sites
-    with evoattn.patch(name, layers=False, graphs=False) as patched:
+    with evoattn.patch(name, layers=False, graphs=False, wait=True) as patched:
         version = patched.versions[name]
     faults += faults_of(name, blocks)
     faults += [f"no block calls {site}" for site in patched.calls_by_site if not sites[site]]

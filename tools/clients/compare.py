@@ -81,7 +81,7 @@ def compare(
                     originals[str(like)], _ = _run(block, dtype, length, {**way, **like})
                 for layers in (False, True) if _has_layers(client) else (False,):
                     # repeated: else a CPU leaves small calls to the client
-                    with evoattn.patch(client, layers=layers, graphs=False) as patched, repeated():
+                    with evoattn.patch(client, layers=layers, graphs=False, wait=True) as patched, repeated():
                         found, theirs = _run(block, dtype, length, {**way, **switch})
                     result.calls += patched.calls
                     result.sites.update(patched.calls_by_site)

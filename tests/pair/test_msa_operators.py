@@ -65,7 +65,7 @@ def step(run: Run, tensors: list[Tensor], dtype: torch.dtype, compute: torch.dty
     if run in (_product, outer_product.reference):
         leaves[-1] = leaves[-1].detach()
     result = run(*leaves)
-    cotangent = torch.randn(result.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    cotangent = torch.randn(result.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(result.device)
     wanted = [x for x in leaves if x.requires_grad]
     return [result, *torch.autograd.grad(result, wanted, cotangent.to(dtype).to(compute))]
 

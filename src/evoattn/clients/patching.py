@@ -30,6 +30,9 @@ _NOTHING = object()
 _STEP = "step"
 """The kind under which replays of CUDA graphs are counted."""
 
+WAITS = False
+"""The `wait` of a patch if nobody says. Tests, which count the calls that evoattn computes, have True."""
+
 
 class Patch:
     """The functions that a patch replaced, and counts of their calls. As a context manager, it restores the originals at exit.
@@ -302,7 +305,7 @@ def patch(
         known = ", ".join(repr(each) for each in NAMES if client(each).steps)
         raise ValueError(f"graphs must be False for {name!r}: CUDA graphs are recorded of {known}")
     graphs = graphs is not False
-    patched = active.get(name) or Patch(precision=wanted, waits=_waits(wait))
+    patched = active.get(name) or Patch(precision=wanted, waits=WAITS if wait is None else wait)
     if precision not in (None, patched.precision):
         raise ValueError(
             f"precision must be {patched.precision!r} for {name!r}, which is patched with it, got {precision!r}: undo it first"
@@ -334,17 +337,9 @@ def check_reach(precision: str, names: Sequence[str], layers: bool, graphs: bool
         )
 
 
-WAITS = False
-"""Whether calls wait if nobody says. Tests, which count the calls that evoattn computes, let them."""
-
-
-def _waits(wait: bool | None) -> bool:
-    return WAITS if wait is None else wait
-
-
 def _patch_all(layers: bool, graphs: bool, precision: str, wait: bool | None) -> Patch:
     check_reach(precision, NAMES, layers, graphs)
-    patched = Patch(precision=precision, waits=_waits(wait))
+    patched = Patch(precision=precision, waits=WAITS if wait is None else wait)
     for name in NAMES:
         if name in active:
             has = active[name].precision

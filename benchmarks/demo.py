@@ -31,7 +31,7 @@ from evoattn.testing import CaseInputs
 from evoattn.workloads import Workload, workload
 
 USUAL = {
-    "cpu": ("tri128", "tri256", "tri384", "msa_row256n128", "diffusion384n5"),
+    "cpu": ("tri128", "tri256", "tri384", "msa_row256n64", "diffusion384n5"),
     "cuda": ("tri256", "tri512", "tri1024", "msa_row", "diffusion768"),
 }
 QUICK = ("tri128", "diffusion256n5")
@@ -39,7 +39,7 @@ WAYS = {"evoattn": backend_peer("auto"), "dense torch": PEERS["dense"]}
 COLOURS = {"evoattn": "#0072B2", "dense torch": "#D55E00"}
 PASSES = ("forward", "both")
 
-ROUNDS, PATIENCE_S = 5, 3.0
+ROUNDS, PATIENCE_S = 5, 2.0
 """Rounds of an attention at most, and the seconds after which no other round begins."""
 
 CHECKED_SCORES = (2 << 20) + 1

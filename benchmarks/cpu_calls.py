@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Calls on a CPU beside dense torch on the same tensors: all sizes of models, both passes, with and without biases.
+"""Calls on a CPU beside dense torch, from the same tensors to the same: sizes of models, both passes, some biases.
+
+Both start from projections `[b,n,l,h*d]`, as linear layers make them, and end at `[b,n,l,h*d]`, as the next one takes it. So
+both pay for the layout of outputs and gradients.
 
     python benchmarks/cpu_calls.py --json benchmarks/results/cpu/NAME.json
 
@@ -58,13 +61,16 @@ def own(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pair_bias: Tensor 
 def passes(attend: Callable[..., Tensor], w: Workload, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     """The forward of inference, and forward and backward."""
     inputs = attentions.inputs_of(w, dtype, torch.device("cpu"))
-    leaves = [None if x is None else x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.pair_bias)]
+    projections = [x.flatten(-2).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    pair_bias = None if inputs.pair_bias is None else inputs.pair_bias.requires_grad_()
+    leaves = projections if pair_bias is None else [*projections, pair_bias]
+    do = inputs.do.flatten(-2)
 
     def forward() -> Tensor:
-        return attend(*leaves[:3], inputs.mask, leaves[3])
+        return attend(*(x.unflatten(-1, (-1, w.d)) for x in projections), inputs.mask, pair_bias).flatten(-2)
 
     def both() -> Any:
-        return torch.autograd.grad(forward(), [x for x in leaves if x is not None], inputs.do)
+        return torch.autograd.grad(forward(), leaves, do)
 
     return {"forward": torch.no_grad()(forward), "both": both}
 
@@ -99,13 +105,13 @@ def compare(w: Workload, dtype: torch.dtype) -> dict[str, list[float]]:
     return times
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
     parser.add_argument("--names", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     chosen = [w for w in WORKLOADS if not given.names or w.name in given.names]
     record: dict[str, Any] = {"machine": machine.facts(torch.device("cpu")), "rounds": ROUNDS, "goal": GOAL, "calls": []}
     for threads, dtype, w, biases in itertools.product(given.threads, given.dtypes, chosen, BIASES):

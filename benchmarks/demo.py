@@ -42,7 +42,7 @@ PASSES = ("forward", "both")
 ROUNDS, PATIENCE_S = 5, 2.0
 """Rounds of an attention at most, and the seconds after which no other round begins."""
 
-CHECKED_SCORES = (2 << 20) + 1
+CHECKED_SCORES = (4 << 20) + 1
 """Scores that are compared with float64, in whole rows, if there are so many. A call with fewer goes another way on a CPU."""
 
 WIDTH = 45

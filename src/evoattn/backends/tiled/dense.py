@@ -26,8 +26,8 @@ from evoattn.core.problem import Problem
 _MOST_CHANNELS = 1 << 22
 """Elements of q, k or v in a call that has more of them than scores: 16 MiB in float32."""
 
-_MOST_BYTES = 8 << 20
-"""Bytes of the scores, as those of float32 if they are wider. With more of them threads share the blocks, which is as fast."""
+_MOST_BYTES = 16 << 20
+"""Bytes of the scores, as those of float32 if they are wider. With more of them threads share the blocks."""
 
 _LARGEST_ROUNDED = 8.0
 """A product of q and k of this size, rounded to bfloat16, changes its probability by 1.6% at the most."""

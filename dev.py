@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Set up and run everything of a source checkout, with nothing but Python and git.
 
-    python3 dev.py demo    the main job: Evoformer attention on a real alignment, a table and a picture
+    python3 dev.py demo    the main job, beside dense torch: a table and a picture, in a minute
     python3 dev.py test    the tests, but for those that are marked slow
     python3 dev.py test-slow  those alone, and test-all: all tests
     python3 dev.py check   lint, format and types
@@ -21,7 +21,7 @@
 
 The first call makes .venv and installs the package and its tools there; EVOATTN_TORCH names another torch to install than
 the one in tools/constraints.txt. What follows the command goes to the tool: `python3 dev.py test -k vmap`,
-`python3 dev.py demo my.a3m`. `demo`, `doctor`, `bench` and `proofs` run in the folder that they are called from, and read
+`python3 dev.py demo tri200`. `demo`, `doctor`, `bench` and `proofs` run in the folder that they are called from, and read
 and write files there; the others run in the checkout. `clients` makes an environment for each client under build/clients.
 """
 

@@ -1,289 +1,183 @@
-"""Evoformer attention on a real alignment, by evoattn and by dense PyTorch: a table, a picture, a check against float64.
+"""The attentions of models at the sizes of models, by evoattn and by dense PyTorch: time, memory, error, and a picture.
 
-python3 dev.py demo                    75 domains of the ubiquitin family, in under a minute on two cores
-python3 dev.py demo FILE.a3m           an alignment of yours: A3M, or aligned FASTA; lower case is an insertion and is dropped
-python3 dev.py demo --quick            a few seconds: a look, and no measurement
+python3 dev.py demo                    under a minute on two cores
+python3 dev.py demo --quick            some seconds: a look
+python3 dev.py demo tri200 single500   attentions of your choice: `evoattn bench --list` names them, and any length will do
 
-The weights are random, with a fixed seed. Representations are made as in AlphaFold 2 (Jumper et al. 2021, supplementary
-algorithms 3 to 5), and their projections go through the four attentions of an Evoformer block (7, 8, 13, 14).
-Exit status: 0 evoattn's errors are within their budgets; 1 they are not; 2 the alignment cannot be used.
+Inputs are random. Exit status: 0 evoattn's errors are within their budgets; 1 they are not; 2 there is no such attention.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
+import math
 import pathlib
-import statistics
 import sys
 import time
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import evoattn
 from evoattn import testing
-from evoattn.bench import machine
-from evoattn.bench.memory import peak_bytes, too_much
-from evoattn.testing import Case, CaseInputs
+from evoattn.bench import attentions, machine
+from evoattn.bench.contender import Runner
+from evoattn.bench.memory import peak_bytes, release, too_much
+from evoattn.bench.peers import PEERS, backend_peer
+from evoattn.cli.terminal import count_progress
+from evoattn.testing import CaseInputs
+from evoattn.workloads import Workload, workload
 
-RESIDUES = "ACDEFGHIKLMNPQRSTVWYX-"
-EXAMPLE = pathlib.Path(__file__).resolve().parents[1] / "examples" / "ubiquitin.a3m"
-LENGTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-LONGEST = {"cpu": 384, "cuda": 1024}
-PATIENCE_S = {"evoattn": 20.0, "dense": 8.0}
-"""Seconds of a forward and backward. A length that is expected to take longer is not measured."""
+USUAL = {
+    "cpu": ("tri128", "tri256", "tri384", "msa_row256n64", "diffusion384n5"),
+    "cuda": ("tri256", "tri512", "tri1024", "msa_row", "diffusion768"),
+}
+QUICK = ("tri128", "diffusion256n5")
+WAYS = {"evoattn": backend_peer("auto"), "dense torch": PEERS["dense"]}
+COLOURS = {"evoattn": "#0072B2", "dense torch": "#D55E00"}
+PASSES = ("forward", "both")
 
-ORACLE_SCORES = 12 << 20
-"""Scores that are compared with float64: half a gigabyte, and under a second on two CPU cores."""
+ROUNDS, PATIENCE_S = 5, 2.0
+"""Rounds of an attention at most, and the seconds after which no other round begins."""
 
+CHECKED_SCORES = (4 << 20) + 1
+"""Scores that are compared with float64, in whole rows, if there are so many. A call with fewer goes another way on a CPU."""
+
+WIDTH = 45
 NEXT = """\
 What to do next
-  in a model of yours    evoattn.evoformer_attention(q, k, v, mask=mask, pair_bias=pair_bias): docs/tutorial.md
-  in an installed one    evoattn run boltz predict input.yaml: docs/clients/index.md
-  with your sequences    python3 dev.py demo FILE.a3m
+  you run a program    evoattn run boltz predict input.yaml: docs/clients/index.md
+  you write a model    evoattn.evoformer_attention(q, k, v, mask=mask, pair_bias=pair_bias): docs/tutorial.md
+  you want more        python3 dev.py demo tri200 single500, or evoattn bench: every library that is installed
 """
-
-Attend = Callable[..., Tensor]
-
-
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | None = None) -> Tensor:
-    """The same as `evoformer_attention`, with all scores in memory."""
-    q, k, v = (x.transpose(-2, -3) for x in (q, k, v))  # [b,n,h,l,d]
-    scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
-    scores = scores if pair_bias is None else scores + pair_bias
-    o: Tensor = scores.masked_fill(~mask[..., None, None, :], -torch.inf).softmax(-1) @ v
-    return o.transpose(-2, -3)
-
-
-WAYS: dict[str, Attend] = {"evoattn": evoattn.evoformer_attention, "dense": dense_attention}
-
-
-def read_alignment(path: pathlib.Path) -> list[str]:
-    """The sequences of an A3M or aligned FASTA file, in letters of RESIDUES, in the columns where the first has a residue."""
-    records: list[str] = []
-    for line in path.read_text().splitlines():
-        if line.startswith(">"):
-            records.append("")
-        elif records and not line.startswith("#"):
-            records[-1] += line.strip()
-    rows = ["".join(letter for letter in record if not letter.islower()).replace(".", "-") for record in records]
-    if not rows or not rows[0].strip("-"):
-        raise ValueError("expected an A3M or aligned FASTA file, whose first sequence has residues")
-    for number, row in enumerate(rows, start=1):
-        if len(row) != len(rows[0]):
-            raise ValueError(f"record {number} has {len(row)} aligned columns; expected {len(rows[0])}, as in the first one")
-        if strange := {*row} - {*RESIDUES, *"BZJUO*"}:
-            raise ValueError(f"record {number}: {min(strange)!r} is neither an amino acid nor a gap")
-    kept = [column for column, letter in enumerate(rows[0]) if letter != "-"]
-    rows = ["".join(row[column] if row[column] in RESIDUES else "X" for column in kept) for row in rows]
-    if not rows[0].strip("X"):
-        raise ValueError("the first sequence has no known residue")
-    return rows
-
-
-def embed(rows: list[str], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The MSA representation `[n,l,256]`, the pair representation `[l,l,128]`, both normalised, and the residues' tokens."""
-    tokens = torch.tensor([[RESIDUES.index(letter) for letter in row] for row in rows], device=device)  # [n,l]
-    rng = torch.Generator().manual_seed(0)
-
-    def table(entries: int, width: int) -> Tensor:
-        return torch.randn(entries, width, generator=rng).to(device)
-
-    query, place = tokens[0], torch.arange(tokens.shape[1], device=device)
-    m = table(22, 256)[tokens] + table(22, 256)[query]
-    apart = (place - place[:, None]).clamp(-32, 32) + 32
-    z = table(22, 128)[query][:, None] + table(22, 128)[query] + table(65, 128)[apart]
-    return F.layer_norm(m, (256,)), F.layer_norm(z, (128,)), tokens
-
-
-def project(name: str, x: Tensor, z: Tensor | None, mask: Tensor, heads: int, dtype: torch.dtype) -> CaseInputs:
-    """q, k, v `[1,n,l,h,32]` from x `[n,l,c]`, and a pair bias `[1,1,h,q,k]` from z."""
-    rng = torch.Generator().manual_seed(1)
-    n, length, _ = x.shape
-
-    def linear(source: Tensor, outputs: int) -> Tensor:
-        weight = torch.randn(outputs, source.shape[-1], generator=rng) * source.shape[-1] ** -0.5
-        return F.linear(source, weight.to(source.device)).to(dtype)
-
-    q, k, v, do = (linear(x, heads * 32).view(1, n, length, heads, 32) for _ in range(4))
-    pair_bias = None if z is None else linear(z, heads).permute(2, 0, 1)[None, None]
-    gradients = ("q", "k", "v", "pair_bias")
-    case = Case(name, n=n, h=heads, lq=length, lk=length, d=32, dtype=dtype, gradients=gradients)
-    return CaseInputs(case, q, k, v, mask[None], None, pair_bias, do, None)
-
-
-def attentions(rows: list[str], device: torch.device, dtype: torch.dtype) -> list[CaseInputs]:
-    """The four attentions of an Evoformer block. Gaps are masked keys of an MSA."""
-    m, z, tokens = embed(rows, device)
-    kept = tokens != RESIDUES.index("-")
-    return [
-        project("MSA row + pair bias", m, z, kept, 8, dtype),
-        project("MSA column", m.transpose(0, 1), None, kept.T, 8, dtype),
-        triangle("triangle, start node", z, tokens, dtype),
-        triangle("triangle, end node", z.transpose(0, 1), tokens, dtype),
-    ]
-
-
-def triangle(name: str, z: Tensor, tokens: Tensor, dtype: torch.dtype) -> CaseInputs:
-    """Triangle attention. Residues that are not known are masked keys."""
-    return project(name, z, z, (tokens[0] != RESIDUES.index("X")).expand(z.shape[:2]), 4, dtype)
-
-
-def values(attend: Attend, inputs: CaseInputs) -> dict[str, Tensor]:
-    """The output and the gradients."""
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.differentiable.items()}
-    o = attend(mask=inputs.mask, **leaves)
-    gradients = torch.autograd.grad(o, list(leaves.values()), inputs.do)
-    return {"o": o.detach(), **{f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}}
-
-
-def milliseconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median of a few runs, of one second in all at the most."""
-    times: list[float] = []
-    while len(times) < repeats and sum(times) < 1000:
-        machine.synchronize(device)
-        begun = time.perf_counter()
-        call()
-        machine.synchronize(device)
-        times.append(1e3 * (time.perf_counter() - begun))
-    return statistics.median(times)
 
 
 @dataclasses.dataclass
 class Cost:
-    """Milliseconds of forward and of both passes, and MiB held beyond the inputs."""
+    """Milliseconds and peak MiB beyond the inputs, by pass, and the largest relative error against float64."""
 
-    forward: float
-    both: float
-    peak: float
+    ms: dict[str, float]
+    mib: dict[str, float]
+    error: float = 0.0
 
 
-def cost(attend: Attend, inputs: CaseInputs, repeats: int) -> Cost:
+def title(w: Workload) -> str:
+    """The attention and its length."""
+    return f"{w.where.split(',')[0]}, {w.length} tokens"
+
+
+def measure(inputs: CaseInputs, scores: int) -> dict[str, Cost]:
+    """What each way costs that there is memory for: the least time of some rounds, in which the ways take turns."""
     device = inputs.q.device
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.differentiable.items()}
-    peak = peak_bytes(lambda: values(attend, inputs), device) / 2**20  # this run also compiles
-    forward = milliseconds(lambda: attend(mask=inputs.mask, **leaves), device, repeats)
-    return Cost(forward, milliseconds(lambda: values(attend, inputs), device, repeats), peak)
+    costs: dict[str, Cost] = {}
+    passes: dict[str, dict[str, Callable[[], object]]] = {}
+    for name, contender in WAYS.items():
+        if not too_much(int(contender.score_copies * scores * inputs.q.dtype.itemsize), device):
+            runner = Runner(contender, inputs)
+            passes[name] = {"forward": torch.no_grad()(runner.forward), "both": runner.both}
+            peaks = {of: peak_bytes(call, device) / 2**20 for of, call in passes[name].items()}  # this run also compiles
+            costs[name] = Cost(dict.fromkeys(PASSES, math.inf), peaks)
+    begun = time.perf_counter()
+    for _ in range(ROUNDS):
+        for name, of in itertools.product(costs, PASSES):
+            costs[name].ms[of] = min(costs[name].ms[of], milliseconds(passes[name][of], device))
+        if time.perf_counter() - begun > PATIENCE_S:
+            break
+    return costs
 
 
-def first_rows(inputs: CaseInputs) -> CaseInputs:
-    """As many rows as float64 has room for."""
-    rows = max(1, ORACLE_SCORES // (inputs.case.h * inputs.case.lq**2))
-    part = {name: getattr(inputs, name)[:, :rows] for name in ("q", "k", "v", "mask", "do")}
-    return dataclasses.replace(inputs, **part)
+def milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    """The time of one call."""
+    machine.synchronize(device)
+    begun = time.perf_counter()
+    call()
+    machine.synchronize(device)
+    return 1e3 * (time.perf_counter() - begun)
 
 
-def show_attentions(block: list[CaseInputs], repeats: int) -> bool:
-    """Print time, memory and error of each attention. Return whether evoattn's errors are within their budgets."""
-    heads = f"{'forward ms':>11}{'backward ms':>12}{'peak MiB':>10}{'output error':>14}{'gradient error':>16}"
-    print(f"\n{'attention':<22}{'by':<9}{heads}")
-    held = True
-    for inputs in block:
-        if inputs.case.lk == 1:  # an alignment of one sequence: its column attention has gradients of 0, but for rounding
-            continue
-        part = first_rows(inputs)
-        expected = testing.oracle(part)
-        for name, attend in WAYS.items():
-            spent, results = cost(attend, inputs, repeats), testing.Results(values(attend, part))
-            errors = testing.errors(results, expected)
-            worst = max(error for value, error in errors.items() if value != "o")
-            times = f"{spent.forward:11.1f}{max(0.0, spent.both - spent.forward):12.1f}{spent.peak:10.1f}"
-            print(f"{inputs.case.name:<22}{name:<9}{times}{errors['o']:14.1e}{worst:16.1e}")
-            allowed = testing.budgets(part, results, expected)
-            for value in (value for value in errors if name == "evoattn" and not errors[value] <= allowed[value]):
-                held = False
-                print(f"BEYOND ITS BUDGET  {value}: relative error {errors[value]:.1e}, allowed {allowed[value]:.1e}")
-    print("\nErrors: |value - float64| / |float64|, of the output and of the worst gradient of q, k, v and pair bias.")
-    return held
+def check(inputs: CaseInputs, costs: dict[str, Cost]) -> list[str]:
+    """Note the largest error of output and gradients. Return errors of evoattn that are beyond their budgets, in words."""
+    expected, own = testing.oracle(inputs), testing.run(inputs)
+    found, lost = testing.errors(own, expected), Runner(WAYS["dense torch"], inputs).errors(expected.values)
+    for name, errors in (("evoattn", found), ("dense torch", lost)):
+        if name in costs:
+            costs[name].error = max(errors[value] for value in lost)
+    allowed = testing.budgets(inputs, own, expected, {"lse": 0.0, **lost})
+    return [f"{x}: relative error {found[x]:.1e}, allowed {allowed[x]:.1e}" for x in found if not found[x] <= allowed[x]]
 
 
-def show_growth(
-    query: str, lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype, repeats: int
-) -> dict[str, dict[int, Cost]]:
-    """Print triangle attention against length: the query cut to each length, or repeated up to it."""
-    print(f"\n{'length':>6}{'evoattn ms':>12}{'dense ms':>10}{'speed-up':>10}{'evoattn peak MiB':>18}{'dense peak MiB':>16}")
-    found: dict[str, dict[int, Cost]] = {name: {} for name in WAYS}
-    stopped: dict[str, str] = {}
-    for length in lengths:
-        row = (query * -(-length // len(query)))[:length]
-        inputs = triangle("triangle", *embed([row], device)[1:], dtype)
-        for name, attend in WAYS.items():
-            if name in stopped:
-                continue
-            needed = (4 if name == "dense" else 0) * 4 * length**3 * inputs.q.element_size()
-            last = max(found[name], default=0)
-            seconds = found[name][last].both / 1e3 * (length / last) ** 3 if last else 0.0
-            if seconds > PATIENCE_S[name]:
-                stopped[name] = f"at L = {length}: it would take about {seconds:.0f} s"
-            elif reason := too_much(needed, device):
-                stopped[name] = f"at L = {length}: it would take {reason}"
-            else:
-                found[name][length] = cost(attend, inputs, repeats)
-        own, dense = found["evoattn"].get(length), found["dense"].get(length)
-        cells = [f"{own.both:12.1f}" if own else f"{'-':>12}", f"{dense.both:10.1f}" if dense else f"{'-':>10}"]
-        cells += [f"{dense.both / own.both:8.1f} x" if own and dense else " " * 10]
-        cells += [f"{own.peak:18.1f}" if own else f"{'-':>18}", f"{dense.peak:16.1f}" if dense else f"{'-':>16}"]
-        print(f"{length:6}{''.join(cells)}", flush=True)
-    for name, why in stopped.items():
-        print(f"{name} was not run {why}")
-    return found
+def show(name: str, costs: dict[str, Cost]) -> None:
+    """Print the rows of an attention."""
+    for way in WAYS:
+        cells = "  not enough memory"
+        if cost := costs.get(way):
+            cells = "".join(f"{cost.ms[of]:10.1f} ms{cost.mib[of]:7,.0f} MiB" for of in PASSES) + f"{cost.error:10.1e}"
+        print(f"{name if way == 'evoattn' else '':<{WIDTH}}{way:<11}{cells}", flush=True)
 
 
-def draw(found: dict[str, dict[int, Cost]], title: str, path: pathlib.Path) -> None:
-    """Draw time and memory against length."""
+def draw(found: dict[str, dict[str, Cost]], about: str, path: pathlib.Path) -> None:
+    """Draw time and memory of forward and backward as bars."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(9, 4), layout="constrained")
-    for panel, unit, of in zip(panels, ("ms", "MiB"), ("both", "peak"), strict=True):
-        for name, costs in found.items():
-            panel.loglog([*costs], [getattr(spent, of) for spent in costs.values()], marker="o", label=name)
-        panel.set(xlabel="length", ylabel=f"{'time, forward + backward' if of == 'both' else 'peak memory'}, {unit}")
-        panel.legend()
-    figure.suptitle(title, fontsize="medium")
+    figure, panels = pyplot.subplots(1, 2, figsize=(8, 1.2 + 0.55 * len(found)), layout="constrained", sharey=True)
+    for panel, of, unit in zip(panels, ("ms", "mib"), ("time, ms", "peak memory, MiB"), strict=True):
+        rows = [{name: getattr(cost, of)["both"] for name, cost in costs.items()} for costs in found.values()]
+        for shift, (name, colour) in zip((-0.2, 0.2), COLOURS.items(), strict=True):
+            lengths = [row.get(name, 0) / max(row.values(), default=1) for row in rows]  # the longer bar of each row is full
+            bars = panel.barh([number + shift for number in range(len(rows))], lengths, 0.38, color=colour, label=name)
+            panel.bar_label(bars, [f"{row[name]:,.0f}" if name in row else "not enough memory" for row in rows], padding=3)
+        panel.set(title=unit, xlim=(0, 1.25), xticks=[], yticks=range(len(rows)))
+        panel.set_yticklabels([name.replace(", ", ",\n") for name in found])
+        panel.spines[:].set_visible(False)
+    panels[0].invert_yaxis()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
+    figure.suptitle(f"Forward and backward\n{about}", fontsize="medium", x=0.01, ha="left")
     figure.savefig(path, dpi=160)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("dev.py demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("alignment", nargs="?", type=pathlib.Path, default=EXAMPLE, metavar="FILE.a3m")
-    parser.add_argument(
-        "--output", type=pathlib.Path, default=pathlib.Path("evoattn-demo.png"), metavar="PNG", help="%(default)s"
-    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"on a CPU {' '.join(USUAL['cpu'])}")
+    parser.add_argument("--output", type=pathlib.Path, default="evoattn-demo.png", metavar="PNG", help="%(default)s")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32, on a GPU bfloat16")
-    parser.add_argument("--max-length", type=int, metavar="L", help="default: 384, on a GPU 1024")
-    parser.add_argument("--quick", action="store_true", help="small sizes")
+    parser.add_argument("--quick", action="store_true", help="two small attentions")
     given = parser.parse_args(arguments)
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = getattr(torch, given.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     try:
-        rows = read_alignment(given.alignment)
-    except (OSError, ValueError) as error:
-        parser.error(f"{given.alignment}: {error}")
-    longest = given.max_length or (96 if given.quick else LONGEST[device.type])
-    shortest = 64 if given.quick or device.type == "cuda" else 128  # dense PyTorch is as fast below
-    lengths = (*(length for length in LENGTHS if shortest <= length < longest), longest)
-    used = [row[: min(longest, 128 if device.type == "cpu" else 384)] for row in rows[: 32 if given.quick else 512]]
-    used = [row for row in used if row.strip("-")]
-    print(f"{given.alignment.name}: {len(used)} sequences x {len(used[0])} columns, of {len(rows)} x {len(rows[0])}")
-    about = f"{machine.name(device)}; evoattn {evoattn.__version__}, PyTorch {torch.__version__}"
-    print(f"{about}; {dtype}")
-    repeats = 3 if given.quick else 9
-    held = show_attentions(attentions(used, device, dtype), repeats)
-    found = show_growth(rows[0], lengths, device, dtype, repeats)
+        chosen = [workload(name) for name in given.names or (QUICK if given.quick else USUAL[device.type])]
+    except ValueError as error:
+        parser.error(str(error))
+    about = f"{machine.name(device)}; evoattn {evoattn.__version__}, PyTorch {torch.__version__}; {dtype}"
+    print(f"{about}\n\n{'attention':<{WIDTH}}{'by':<11}{'forward':>24}{'forward + backward':>24}{'error':>10}")
+    found, wrong = {}, []
+    with count_progress(len(chosen)) as progress:
+        for number, w in enumerate(chosen):
+            progress(number, title(w))
+            release(device)
+            inputs = attentions.inputs_of(w, dtype, device)
+            found[title(w)] = costs = measure(inputs, w.scores)
+            rows = attentions.first_rows(inputs, slice(0, -(-CHECKED_SCORES * w.n // w.scores)))
+            wrong += [f"{title(w)}, {what}" for what in check(rows, costs)]
+            show(title(w), costs)
+    print(
+        "\nTime is the least of some rounds, memory the peak beyond the inputs. The error is |value - float64| / |float64| of"
+    )
+    print("the output or of the worst gradient, for the first rows of a large attention.")
+    print("\n".join(f"BEYOND ITS BUDGET  {line}" for line in wrong) or "Every error of evoattn is within its budget.")
     try:
-        draw(found, f"Triangle attention of L x L pairs, 4 heads x 32 channels, {dtype}\n{about}", given.output)
-        print(f"\npicture: {given.output}")
+        draw(found, about, given.output)
+        print(f"Picture: {given.output}")
     except ImportError:
-        print("\nThe picture needs matplotlib: pip install '.[docs]'")
+        print("The picture needs matplotlib: pip install '.[docs]'")
     print(f"\n{NEXT}", end="")
-    return 0 if held else 1
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 Forward at least 1.3x faster than scaled_dot_product_attention (its mask summed and expanded at each call) and 3x faster than
 dense; forward and backward with the pair-bias gradient at least 1.6x and 1.8x; peak extra memory of forward and backward at
 N = L = 384 at most 40% of dense. Beside one process that keeps a core busy at least as fast as scaled_dot_product_attention,
-beside two at least 0.7x, with any number of threads. Rows of 48 residues and more at most 10% slower than dense, shorter
-ones at most twice as slow. All in float32. Meaningful on a machine that does nothing else.
+beside two at least 0.7x, with any number of threads. All in float32. Meaningful on a machine that does nothing else.
+`cpu_calls.py` measures calls of other sizes beside dense.
 """
 
 from __future__ import annotations
@@ -39,18 +39,6 @@ BESIDE = ((0, 1.3), (1, 1.0), (2, 0.7))
 """The number of processes that keep a core busy -> the least ratio of scaled_dot_product_attention's time to evoattn's."""
 
 THREADS = (1, 2, 8)
-SHORT = (
-    "tri8",
-    "tri16",
-    "tri32",
-    "tri48",
-    "tri64",
-    "tri100",
-    "msa_row16n128",
-    "msa_row48n128",
-    "msa_row64n128",
-    "msa_row100n128",
-)
 PASSES = ("forward", "both")
 
 
@@ -101,16 +89,6 @@ def beside_others(rounds: int) -> list[tuple[str, float, float]]:
     return ratios
 
 
-def short_rows(rounds: int) -> list[tuple[str, float, float]]:
-    """The ratios to dense for rows of few residues."""
-    ratios = []
-    for name in SHORT:
-        least = 1 / 1.1 if workload(name).length >= 48 else 0.5
-        for which, ratio in ratios_to("dense", name, 10 * rounds).items():
-            ratios.append((f"{which} of {name}, dense / evoattn", ratio, least))
-    return ratios
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
@@ -130,7 +108,7 @@ def main() -> int:
     runners = [Runner(peer, inputs) for peer in (PEERS["dense"], backend_peer("auto"))]
     dense, evoattn = (peak_bytes(lambda runner=runner: runner.both(0), cpu) for runner in runners)  # type: ignore[misc]
     ratios.append(("peak memory at N = L = 384, dense / evoattn", dense / evoattn, MEMORY))
-    ratios += beside_others(options.rounds) + short_rows(options.rounds)
+    ratios += beside_others(options.rounds)
     print()
     for title, ratio, least in ratios:
         print(f"{title:>47} {ratio:6.2f}x   at least {least:.2f}x   {'holds' if ratio >= least else 'FALLS SHORT'}")

@@ -1,4 +1,4 @@
-"""The demo: a table, a picture, the check against float64, and alignments that it refuses."""
+"""The demo: a table, a picture, the check against float64, and names that it does not know."""
 
 import dataclasses
 import re
@@ -11,57 +11,47 @@ import pytest
 
 from evoattn.backends import Plan, tiled
 
-FAMILY = """\
->query
-MQIFVKTLTGKTITLEVEPS
->second
-MQIFVKTLTGKTiaITLEVEAS
->third
-MLI-VKTLTGK-ITLDVE..
->fourth
-----VRTLDGRTQTLEVEPS
-"""
-NAMES = ("MSA row + pair bias", "MSA column", "triangle, start node", "triangle, end node")
+SMALL = ("tri16", "msa_row20n4", "diffusion16n2")
 
 
-@pytest.fixture
-def family(tmp_path: Path) -> Path:
-    path = tmp_path / "family.a3m"
-    path.write_text(FAMILY)
-    return path
-
-
-def run(path: Path, length: int = 16) -> int:
+def run(folder: Path, *arguments: str) -> int:
     """The exit status of a small demo."""
-    picture = path.with_suffix(".png")
-    return demo.main([str(path), "--quick", "--max-length", str(length), "--device", "cpu", "--output", str(picture)])
+    return demo.main([*(arguments or SMALL), "--device", "cpu", "--output", str(folder / "demo.png")])
 
 
-def test_the_demo_prints_a_table_and_draws_a_picture(family: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(family, 40) == 0
+def test_the_demo_prints_a_table_and_draws_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path) == 0
     printed = capsys.readouterr().out
-    assert "family.a3m: 4 sequences x 20 columns, of 4 x 20" in printed
-    for name in NAMES:
-        rows = re.findall(rf"^{re.escape(name)} +(evoattn|dense) +(.*)$", printed, re.MULTILINE)
-        assert [by for by, _ in rows] == ["evoattn", "dense"]
-        for _, numbers in rows:
-            forward, backward, peak, *errors = map(float, numbers.split())
-            assert 0 < forward < 1e5 and 0 <= backward < 1e5 and 0.05 < peak < 1e3
-            assert all(0 < error < 2e-5 for error in errors)
-    assert re.search(r"^ *40 +[\d.]+ +[\d.]+ +[\d.]+ x +[\d.]+ +[\d.]+$", printed, re.MULTILINE)
-    assert f"picture: {family.with_suffix('.png')}" in printed and "What to do next" in printed
-    assert family.with_suffix(".png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    for title in (
+        "triangle attention, 16 tokens",
+        "MSA row attention with pair bias, 20 tokens",
+        "diffusion transformer, 16 tokens",
+    ):
+        assert title in printed
+    rows = re.findall(r" (evoattn|dense torch) +([\d.]+) ms +(\d+) MiB +([\d.]+) ms +(\d+) MiB +(\S+)$", printed, re.MULTILINE)
+    assert [row[0] for row in rows] == ["evoattn", "dense torch"] * len(SMALL)
+    for _, forward, _, both, peak, error in rows:
+        assert 0 < float(forward) < 1e5 and 0 < float(both) < 1e5 and int(peak) < 100 and 0 < float(error) < 2e-5
+    assert "Every error of evoattn is within its budget." in printed and "What to do next" in printed
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_a_way_that_takes_too_long_stops(family: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(demo, "PATIENCE_S", {"evoattn": 1e9, "dense": 0.0})
-    assert run(family, 80) == 0
+def test_what_does_not_fit_is_left_out(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "too_much", lambda needed, device: "too much" if needed else None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(tmp_path, "tri16") == 0
     printed = capsys.readouterr().out
-    assert re.search(r"^ *80 +[\d.]+ +- +[\d.]+ +-$", printed, re.MULTILINE)
-    assert "dense was not run at L = 80: it would take about 0 s" in printed
+    assert re.search(r"^ +dense torch +not enough memory$", printed, re.MULTILINE)
+    assert "The picture needs matplotlib: pip install '.[docs]'" in printed
 
 
-def test_wrong_numbers_are_named(family: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_of_what_does_not_fit(tmp_path: Path) -> None:
+    cost = demo.Cost(dict.fromkeys(demo.PASSES, 1.0), dict.fromkeys(demo.PASSES, 1.0))
+    demo.draw({"one": {"evoattn": cost}, "none": {}}, "about", tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_wrong_numbers_are_named(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backward that is off by a part in a thousand gives exit status 1."""
     right = tiled.plan_backward
 
@@ -76,45 +66,16 @@ def test_wrong_numbers_are_named(family: Path, capsys: pytest.CaptureFixture[str
         return dataclasses.replace(plan, run=run)
 
     monkeypatch.setattr(tiled, "plan_backward", wrong)
-    assert run(family) == 1
-    assert re.search(r"BEYOND ITS BUDGET  dk: relative error 1\.0e-03, allowed", capsys.readouterr().out)
+    assert run(tmp_path, "tri17") == 1
+    expected = r"BEYOND ITS BUDGET  triangle attention, 17 tokens, dk: relative error 1\.0e-03, allowed"
+    assert re.search(expected, capsys.readouterr().out)
 
 
-def test_one_sequence_and_no_matplotlib(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "one.a3m"
-    path.write_text(">one\nMQIFVKTLTGKTITLEVEPS\n")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert run(path) == 0
-    assert "The picture needs matplotlib: pip install '.[docs]'" in capsys.readouterr().out
-
-
-def test_the_demo_has_an_alignment_of_its_own() -> None:
-    rows = demo.read_alignment(demo.EXAMPLE)
-    assert rows[0].startswith("MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG")
-    assert len(rows) > 50
-
-
-def test_insertions_and_gaps_of_the_query_are_dropped(family: Path) -> None:
-    assert demo.read_alignment(family)[1:3] == ["MQIFVKTLTGKTITLEVEAS", "MLI-VKTLTGK-ITLDVE--"]
-    family.write_text("# a comment\n>a\nM-QB\n>b\nAKaa.-\n")
-    assert demo.read_alignment(family) == ["MQX", "A--"]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "expected an A3M or aligned FASTA file"),
-        (">a\nMKV\n>b\nMK\n", "record 2 has 2 aligned columns; expected 3"),
-        (">a\nMKV\n>b\nMK1\n", "record 2: '1' is neither an amino acid nor a gap"),
-        (">a\nXX\n", "the first sequence has no known residue"),
-        (None, "No such file"),
-    ],
-)
-def test_an_alignment_that_cannot_be_used(text: str | None, message: str, tmp_path: Path, capsys: Any) -> None:
-    if text is not None:
-        (tmp_path / "a.a3m").write_text(text)
+def test_an_attention_that_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
-        run(tmp_path / "a.a3m")
-    assert refused.value.code == 2 and message in capsys.readouterr().err
+        run(tmp_path, "square9")
+    assert refused.value.code == 2 and "no workload 'square9'" in capsys.readouterr().err
+
+
+def test_what_is_usual_has_names() -> None:
+    assert all(demo.workload(name) for names in (*demo.USUAL.values(), demo.QUICK) for name in names)

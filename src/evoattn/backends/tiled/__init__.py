@@ -14,8 +14,9 @@ If all scores of a call on the CPU are few, the call is dense (`dense`), and its
 
 On a CPU threads share the blocks, and each does all operations of a block alone (`evoattn.backends.tiled.threads`).
 
-Scores, statistics and sums are float32 (float64 for float64) whatever the dtype of the inputs. Scores are kept in units of
-log 2: torch's CPU exp2 takes 75 us for 2^20 numbers where exp takes 330, and 1,070 when a tenth of them are masked.
+Scores, statistics and sums are float32 (float64 for float64) whatever the dtype of the inputs, but for dense calls in bfloat16.
+In blocks scores are kept in units of log 2: torch's CPU exp2 takes 75 us for 2^20 numbers where exp takes 330, and 1,070 when
+a tenth of them are masked.
 Source: Rabe and Staats 2021; Dao et al. 2022.
 """
 

@@ -68,7 +68,7 @@ class Scores:
             if query_shift is not None:
                 s5.add_(shifted_biases(pair, key_bias, query_shift), alpha=LOG2E)
                 return s
-            s5.add_(pair.unsqueeze(1), alpha=LOG2E)
+            s5.add_(pair.unsqueeze(1).to(s.dtype), alpha=LOG2E)  # torch is slow if it adds numbers of two dtypes
         if key_bias is not None:
             s5.add_(key_bias[:, :, None, None, :], alpha=LOG2E)
         return s
@@ -134,7 +134,7 @@ def spans(length: int, size: int) -> list[slice]:
 
 def stack(x: Tensor, dtype: torch.dtype) -> Tensor:
     """b, n and h as one axis g, in the dtype of scores; a copy only where it has to be one."""
-    return x.to(dtype).flatten(0, 2)
+    return x.flatten(0, 2).to(dtype)
 
 
 def unflatten(x: Tensor, part: Part) -> Tensor:

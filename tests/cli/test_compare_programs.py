@@ -52,10 +52,12 @@ def test_settings_get_the_seed(tmp_path: pathlib.Path) -> None:
         given.write_text(text)
         with_settings(["--runner-yaml", str(given)], names, 4, copy)
         assert yaml.safe_load(copy.read_text()) == {"experiment_settings": {"seeds": [4]}}
-    given.write_text("a: [")
-    for path in (given, tmp_path / "missing.yml"):
+    for text in ("a: [", "- a", "experiment_settings: 5"):
+        given.write_text(text)
         with pytest.raises(RefusedError, match="--runner-yaml cannot be read: "):
-            with_settings(["--runner-yaml", str(path)], names, 3, copy)
+            with_settings(["--runner-yaml", str(given)], names, 3, copy)
+    with pytest.raises(RefusedError, match=r"--runner-yaml cannot be read: .*missing.yml"):
+        with_settings(["--runner-yaml", str(tmp_path / "missing.yml")], names, 3, copy)
 
 
 STAND_IN = """

@@ -131,11 +131,10 @@ def with_settings(words: list[str], names: tuple[str, ...], seed: int, copy: Pat
 
     words, path = without(words, names)
     try:
-        settings = yaml.safe_load(Path(path).read_text()) if path else None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        settings = (yaml.safe_load(Path(path).read_text()) if path else None) or {}
+        experiment = {**(settings.get("experiment_settings") or {}), "seeds": [seed]}
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:  # unreadable, or no mapping
         raise RefusedError(f"{names[0]} cannot be read: {error}") from error
-    settings = settings or {}
-    experiment = {**(settings.get("experiment_settings") or {}), "seeds": [seed]}
     copy.write_text(yaml.safe_dump({**settings, "experiment_settings": experiment}))
     return [*words, names[0], str(copy)]
 

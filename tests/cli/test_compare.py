@@ -1,4 +1,4 @@
-"""`evoattn compare`: structures, options of programs, what the report says, and a small model once, for real."""
+"""`evoattn compare`: structures, what the report says, and a small model once, for real."""
 
 import argparse
 import json
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from evoattn.cli import compare
-from evoattn.cli.compare import programs, report, structures
-from evoattn.cli.compare.programs import OURS, PLAIN, SEED, THREADS, Run, with_options
+from evoattn.cli.compare import report, structures
+from evoattn.cli.compare.programs import OURS, PLAIN, SEED, THREADS, Run
 from evoattn.cli.compare.structures import Structure
 from evoattn.cli.terminal import RefusedError
 
@@ -73,28 +73,6 @@ def test_files_are_read(tmp_path: pathlib.Path) -> None:
         structures.read(tmp_path / "damaged.cif")
 
 
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        ("/bin/boltz predict a.yaml", "/bin/boltz predict a.yaml --out_dir OUT --seed 3"),
-        ("boltz predict --seed=9 --out_dir x a.yaml", "boltz predict a.yaml --out_dir OUT --seed 3"),
-        ("python -m boltz.main predict a.yaml", "python -m boltz.main predict a.yaml --out_dir OUT --seed 3"),
-        ("protenix pred -s 7 -i a.json", "protenix pred -i a.json --out_dir OUT --seeds 3"),
-        ("run_openfold predict --query_json q --output_dir x", "run_openfold predict --query_json q --output-dir OUT"),
-        ("python fold.py {out}/x {seed}", "python fold.py OUT/x 3"),
-        ("python fold.py boltz.fasta {out}", "python fold.py boltz.fasta OUT"),
-        ("boltz predict a.yaml --out_dir {out}/y", "boltz predict a.yaml --out_dir OUT/y --seed 3"),
-    ],
-)
-def test_a_program_gets_its_folder_and_seed(command: str, expected: str) -> None:
-    assert " ".join(with_options(command.split(), "OUT", 3)) == expected
-
-
-def test_an_unknown_program_has_to_say_where_its_results_go() -> None:
-    with pytest.raises(RefusedError, match=r"python is none of boltz, protenix, run_openfold: .* \{out\}"):
-        with_options(["python", "fold.py", "{seed}"], "OUT", 3)
-
-
 def runs(**structures_of: dict[str, Structure]) -> dict[str, Run]:
     names = {"plain": PLAIN, "ours": OURS, "seed": SEED, "threads": THREADS}
     scores = {(f"confidence_m_{i}.json", "ptm"): i / 4 for i in (2, 1, 0)}
@@ -150,16 +128,6 @@ def test_samples_in_another_order_are_found() -> None:
     assert sum(bool(x.within) for x in twice) == 1, "a sample stands for one"
 
 
-def test_files_of_another_seed_belong_together() -> None:
-    """Protenix and OpenFold-3 name folders and files after the seed."""
-    names = ["x/seed_101/x_seed_101_sample_0.cif", "x/seed_7/x_seed_7_sample_0.cif", "x/y.cif"]
-    assert list(programs.seeds_ranked(names).values()) == [
-        "x/seed_1/x_seed_1_sample_0.cif",
-        "x/seed_0/x_seed_0_sample_0.cif",
-        "x/y.cif",
-    ]
-
-
 def test_scores_belong_to_a_structure_with_all_words_of_its_name() -> None:
     scores = {(f"confidence_prot_1_model_{i}.json", "ptm"): float(i) for i in (0, 1)}
     assert report._scores_of("prot_1_model_1.cif", scores) == [("ptm", 1.0)]
@@ -188,20 +156,6 @@ def test_a_folder_of_results_is_a_new_one(tmp_path: pathlib.Path) -> None:
     for place in (tmp_path, tmp_path / "file"):
         with pytest.raises(RefusedError, match="empty or not there yet"):
             compare.check_out(place)
-
-
-def test_other_threads() -> None:
-    assert [programs.other_threads(x) for x in ("8", "1", "2")] == [4, 2, 1] and programs.other_threads("") >= 1
-
-
-def test_a_program_that_fails_is_told(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "program.py").write_text("raise SystemExit('no such input')")
-    command = [sys.executable, str(tmp_path / "program.py"), "{out}"]
-    with pytest.raises(RefusedError, match="as installed: the program ended with status 1 .*: no such input"):
-        programs.run_once(PLAIN, command, 1, tmp_path / "run")
-    (tmp_path / "program.py").write_text("print('done')")
-    with pytest.raises(RefusedError, match=r"no .cif or .pdb with atoms below the folder of results .*: done"):
-        programs.run_once(PLAIN, command, 1, tmp_path / "again")
 
 
 @pytest.mark.slow

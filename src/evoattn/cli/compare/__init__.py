@@ -7,7 +7,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from evoattn.cli.compare.programs import OURS, PLAIN, SEED, THREADS, WAYS, run_once, with_options
+from evoattn.cli.compare.programs import OURS, PLAIN, SEED, THREADS, WAYS, named_as, run_once, with_options
 from evoattn.cli.compare.report import as_json, compared, shown
 from evoattn.cli.compare.structures import check_reader
 from evoattn.cli.run import command_of
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
                 count(number, f"{way}: {' '.join(command)}")
                 place = folder / way.replace(" ", "-")
                 runs[way] = run_once(way, command, arguments.seed, place, arguments.precision)
-    runs = {way: runs[way] for way in WAYS if way in runs}
+    runs = {way: named_as(runs[way], runs[PLAIN]) for way in WAYS if way in runs}
     result = compared(runs)
     if arguments.json is not None:
         write(arguments.json, f"{json.dumps(as_json(result, runs), indent=1, allow_nan=False)}\n".encode())

@@ -18,8 +18,8 @@ SAME = 0.01
 
 _SAME = f"the same to {SAME} Å"
 
-_SCORES = 6
-"""Scores that are shown of a structure. The JSON file has all."""
+_SCORES = 7
+"""Scores that are shown of a structure. The JSON file has all. The seventh of OpenFold-3 is the one that ranks samples."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,10 +130,14 @@ def sentence(result: list[Compared]) -> str:
 
 
 def _scores_of(structure: str, scores: Mapping[tuple[str, str], float]) -> list[tuple[str, float]]:
-    """The scores in the file that belongs to a structure: it is in its folder, and has all words of its name."""
+    """The scores in the file that belongs to a structure.
+
+    It is in the same folder, and has all words of the structure's name, but for the "_model" at the end of OpenFold-3's.
+    """
     path = Path(structure)
+    words = collections.Counter(path.stem.removesuffix("_model").split("_"))
     for name in dict.fromkeys(file for file, _ in scores if Path(file).parent == path.parent):
-        if not collections.Counter(path.stem.split("_")) - collections.Counter(Path(name).stem.split("_")):
+        if not words - collections.Counter(Path(name).stem.split("_")):
             return [(score, value) for (file, score), value in scores.items() if file == name]
     return []
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,38 +42,36 @@ def longest(lengths: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 
 def measure(run: Run, features: Mapping[str, torch.Tensor], lengths: Sequence[int], gib: float, way: Way) -> tuple[Case, Any]:
-    """The longest input that fits, with the seconds of its prediction and its peak."""
+    """The longest input that fits, and its peak."""
     found: dict[int, Case] = {}
 
     def fits(tokens: int) -> bool:
         inputs = {name: x.to(run.device) for name, x in cropped(features, tokens).items()}
         release(run.device)
         torch.cuda.reset_peak_memory_stats(run.device)
-        start = time.perf_counter()
         try:
             run.predict(inputs, STEPS)
         except Exception as error:
             if failure(error) != OUT_OF_MEMORY:
                 raise
             return False
-        peak = torch.cuda.max_memory_allocated(run.device) / 2**30
-        found[tokens] = {"seconds": round(time.perf_counter() - start, 2), "peak_gib": round(peak, 2)}
+        found[tokens] = {"peak_gib": round(torch.cuda.max_memory_allocated(run.device) / 2**30, 2)}
         return True
 
     total = torch.cuda.get_device_properties(run.device).total_memory / 2**30
     with used(way, run.program, run.model):
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (gib - CONTEXT_GIB) / total), run.device)
+        torch.cuda.set_per_process_memory_fraction((gib - CONTEXT_GIB) / total, run.device)
         try:
             tokens = longest(lengths, fits)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, run.device)
             release(run.device)
-    return {"longest": tokens} | found.get(tokens, {}), {}
+    return {"longest": tokens, "or_more": tokens == lengths[-1]} | found.get(tokens, {}), {}
 
 
 def show(case: Case) -> str:
     """A line for the terminal."""
-    end = " or more" if case.get("longest") == SOURCE else ""
+    end = " or more" if case.get("or_more") else ""
     return line(case, f"{case['gib']:3} GB", f"{case.get('longest', 0):5} tokens{end}")
 
 
@@ -86,6 +83,9 @@ def main() -> int:
     chosen = parser.parse_args()
     if chosen.device.type != "cuda":
         parser.error("the memory of a GPU is measured: --device must be one")
+    card = torch.cuda.get_device_properties(chosen.device).total_memory / 2**30
+    if any(not CONTEXT_GIB < gib <= card + CONTEXT_GIB for gib in chosen.gib):
+        parser.error(f"--gib must be more than {CONTEXT_GIB}, and no more than this card has, {card:.0f}")
     try:
         record = begun(chosen.json, chosen.device, chosen.commit)
         run = Run(PROGRAM, PROGRAM.build(chosen.device), chosen.device, STEPS, recycles=0)

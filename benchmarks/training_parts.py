@@ -5,11 +5,12 @@
 
 The step is that of `training_steps.py`. Times are those of the GPU's stream, between the begin and the end of a part; "again"
 is a share of "backward". What belongs to no part is `other`: embeddings, losses, what is between. `gpu_ms` is the time in which
-a kernel ran, in one more step under torch's profiler. The rest of the step waited for the host.
+a kernel or a copy ran, in one more step under torch's profiler.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -161,14 +162,28 @@ def _timed(training: Training, features: Mapping[str, Tensor], optimizer: Any) -
 
 
 def _busy(training: Training, features: Mapping[str, Tensor], optimizer: Any) -> Case:
-    """The time in which a kernel ran, and how many were launched."""
+    """The time in which a kernel or a copy ran, and how many kernels were launched."""
     if training.device.type != "cuda":
         return {}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         training.step(features, optimizer)
         torch.cuda.synchronize(training.device)
-    kernels = [x for x in profile.events() if x.device_type.name == "CUDA"]
-    return {"gpu_ms": round(sum(x.device_time for x in kernels) / 1e3, 1), "launches": len(kernels)}
+    names = ("Optimizer.", "ProfilerStep")  # spans of the host's, which the profiler shows there too
+    events = [x for x in profile.events() if x.device_type.name == "CUDA" and not x.name.startswith(names)]
+    launches = [x for x in events if not x.name.startswith(("Memcpy", "Memset"))]
+    return {
+        "gpu_ms": round(covered((x.time_range.start, x.time_range.end) for x in events) / 1e3, 1),
+        "launches": len(launches),
+    }
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length that spans cover together."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def show(case: Case) -> str:

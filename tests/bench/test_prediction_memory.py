@@ -1,6 +1,5 @@
 """The search of the longest input, which needs no GPU."""
 
-import prediction_memory
 import pytest
 from prediction_memory import longest, show
 
@@ -18,6 +17,6 @@ def test_the_longest_that_fits_is_found(fitting: int) -> None:
 
 
 def test_lines() -> None:
-    case = {"program": "Boltz-2", "gib": 80, "way": "evoattn run", "longest": prediction_memory.SOURCE, "peak_gib": 42.5}
+    case = {"program": "Boltz-2", "gib": 80, "way": "evoattn run", "longest": 2500, "or_more": True, "peak_gib": 42.5}
     assert show(case) == "Boltz-2     80 GB, evoattn run      2500 tokens or more;  42.5 GiB"
-    assert show(case | {"longest": 700, "peak_gib": 9.0}).endswith("700 tokens;   9.0 GiB")
+    assert show(case | {"longest": 700, "or_more": False, "peak_gib": 9.0}).endswith("700 tokens;   9.0 GiB")

@@ -20,7 +20,7 @@ from prediction_programs import PROGRAMS
 from prediction_ways import failure
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training_parts import Clock
+from training_parts import Clock, covered
 from training_steps import Training, cropped, drawn, measure, show
 
 
@@ -199,3 +199,7 @@ def test_parts_of_a_step_have_their_times() -> None:
     assert all(ms > 0 for ms in times["trunk"].values()), times
     assert times["trunk"]["again"] < times["trunk"]["backward"]
     assert before == [None] * 4 and not model.pairformer_module._forward_hooks
+
+
+def test_spans_that_overlap_count_once() -> None:
+    assert covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4 and covered([]) == 0

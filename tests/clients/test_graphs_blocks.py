@@ -166,6 +166,10 @@ def test_lengths_share_a_twin() -> None:
     made: Any = {x._twin for x in kinds(trunk)}
     (twin,) = map(weakref.ref, made)
     assert (len(kinds(trunk)), trunk.recorder.recorded, trunk.count.replaced) == (3, 3, 15)
+    with torch.no_grad():
+        trunk.blocks[3].product.weight.mul_(3)
+    trunk.agrees(6, 3)
+    assert (trunk.recorder.recorded, trunk.count.replaced) == (3, 23), "an earlier length reads the weights of now"
     made.clear()
     trunk.steps.release()
     gc.collect()

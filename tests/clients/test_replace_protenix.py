@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import evoattn.nn as evoattn_nn
+from evoattn.clients import protenix as protenix_client
+from evoattn.clients.arguments import UnknownArgument
 from evoattn.clients.layers import layer as patched_layer
 from evoattn.clients.site import Count
 from evoattn.nn.submodules import is_linear, is_norm
@@ -196,3 +198,13 @@ def test_a_real_multiplication_in_place(direction: str) -> None:
             assert_close([replaced(first, mask, True, True)], [original(second, mask, True, True)])
             torch.testing.assert_close(first, second)
             assert_close([replaced(z, mask)], [original(z, mask)])
+
+
+def test_an_outer_product_mean_in_float16_is_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Protenix and OpenDDE compute it in float32 under autocast to float16."""
+    layer, m = evoattn_nn.OuterProductMean(16, 8, 4), torch.randn(3, 5, 16)
+    assert protenix_client._outer_product(layer, m, mask=torch.ones(3, 5), chunk_size=4).shape == (5, 5, 8)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.float16)
+    with pytest.raises(UnknownArgument, match="autocast to float16"):
+        protenix_client._outer_product(layer, m)

@@ -22,6 +22,14 @@ def _product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, counts: Tensor)
     return outer_product_mean(a, b, weight, bias, counts=counts)
 
 
+def _divided(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+    return outer_product_mean(a, b, weight, bias, counts=counts, divides_bias=True)
+
+
+def _dense_divided(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+    return outer_product.reference(a, b, weight, bias, counts, True)
+
+
 def _average(m: Tensor, p: Tensor, v: Tensor, g: Tensor, out: Tensor) -> Tensor:
     return pair_weighted_averaging(m, p, v_weight=v, g_weight=g, out_weight=out)
 
@@ -50,6 +58,7 @@ def of_averaging(b: int, s: int, length: int, c: int, h: int, d: int, e: int) ->
 
 PROBLEMS: dict[str, tuple[Run, Run, list[Tensor]]] = {
     "product": (_product, outer_product.reference, of_product(2, 5, 7, 6, 3, 4, 9)),
+    "product, whose bias is divided": (_divided, _dense_divided, of_product(2, 5, 7, 6, 3, 4, 9)),
     "product of one sequence": (_product, outer_product.reference, of_product(1, 1, 16, 16, 8, 8, 12)),
     "product of many": (_product, outer_product.reference, of_product(1, 40, 33, 33, 32, 32, 16)),
     "averaging": (_average, _dense_average, of_averaging(2, 5, 7, 6, 3, 4, 9)),
@@ -62,7 +71,7 @@ EACH = pytest.mark.parametrize("name", PROBLEMS)
 def step(run: Run, tensors: list[Tensor], dtype: torch.dtype, compute: torch.dtype) -> list[Tensor]:
     """The result, and the gradients of all tensors but counts, for tensors of a dtype in another one."""
     leaves = [x.clone().to(dtype).to(compute).requires_grad_() for x in tensors]
-    if run in (_product, outer_product.reference):
+    if run in (_product, outer_product.reference, _divided, _dense_divided):
         leaves[-1] = leaves[-1].detach()
     result = run(*leaves)
     cotangent = torch.randn(result.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(result.device)
@@ -111,8 +120,8 @@ def test_no_tensor_of_all_products(monkeypatch: pytest.MonkeyPatch) -> None:
     s, length, c = 24, 24, 16
     a, b, weight, bias, counts = (x.float() for x in of_product(1, s, length, length, c, c, 8))
     with Largest() as largest:  # type: ignore[no-untyped-call]
-        outer_product._forward(a, b, weight, bias, counts)
-        outer_product._backward(torch.ones(1, length, length, 8), a, b, weight, counts, [True] * 4)
+        outer_product._forward(a, b, weight, bias, counts, True)
+        outer_product._backward(torch.ones(1, length, length, 8), a, b, weight, counts, True, [True] * 4)
     assert largest.elements * 16 <= length * length * c * c
     m, p, v, g, out = (x.float() for x in of_averaging(1, 256, length, 4, 8, 8, 4))
     joined = torch.cat((v, g))
@@ -143,6 +152,14 @@ def test_a_second_derivative_raises(name: str) -> None:
     (dx,) = torch.autograd.grad(run(x, *others).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(dx.sum(), x)
+
+
+def test_a_pair_of_no_sequences_has_gradients_in_float16() -> None:
+    """Its sum is divided by eps. The gradient of the sum leaves float16's range, and meets sequences that are 0."""
+    a, b, counts = torch.zeros(1, 3, 4, 2).half(), torch.zeros(1, 3, 4, 2).half(), torch.full((1, 4, 4), 1e-3)
+    leaves = [x.requires_grad_() for x in (a, b, torch.full((5, 4), 100.0).half())]
+    gradients = torch.autograd.grad(outer_product_mean(*leaves, counts=counts).sum(), leaves)
+    assert all(torch.equal(x, torch.zeros_like(x)) for x in gradients)
 
 
 @pytest.mark.parametrize("which", ["product", "averaging"])

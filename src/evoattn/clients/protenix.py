@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evoattn.clients import af3_transformers, aggregation, arguments, denoisers, graphs, initial
-from evoattn.clients.arguments import ClientsOwn, Layer, UnknownArgument, ignore
+from evoattn.clients.arguments import ClientsOwn, Layer, UnknownArgument, forwards, ignore
 from evoattn.clients.blocks import KnownBlock
 from evoattn.clients.calls import additive, faster_as_installed, kernel, multiplication, queries_first
 from evoattn.clients.known import MULTIPLICATION, OUTER_PRODUCT_MEAN, KnownLayer, features, transition, triangle
@@ -79,6 +80,13 @@ def _pair_bias(
     if n_queries or n_keys or enable_efficient_fusion or extra_attn_bias is not None:
         raise ClientsOwn("windows, another product of the pair bias or one more bias")
     return layer(a, with_axes(z, a.ndim + 1))
+
+
+def _outer_product(layer: Layer, m: Tensor, **arguments: Any) -> Tensor:
+    """Both clients leave autocast to float16 for it."""
+    if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.float16:
+        raise UnknownArgument("autocast to float16, in which the client computes it in float32")
+    return forwards("m")(layer, m=m, **arguments)
 
 
 def _make_averaging(client: Any) -> nn.Module:
@@ -184,7 +192,7 @@ def _client(
         f"{triangles}.TriangleMultiplicativeUpdate": MULTIPLICATION,
         f"{transformer}.AttentionPairBias": _PAIR_BIAS,
         f"{primitives}.Transition": _TRANSITION,
-        f"{layers}.OuterProductMean": OUTER_PRODUCT_MEAN,
+        f"{layers}.OuterProductMean": OUTER_PRODUCT_MEAN._replace(call=_outer_product),
         f"{pairformer}.MSAPairWeightedAveraging": _AVERAGING,
     }
     block_known = {block.replace(":", "."): KnownBlock(call_block, "pair_transition", True, _SINGLE)}

@@ -73,10 +73,7 @@ class OuterProductMean(Layer):
         last = self.linear_out
         if not is_linear(last) or counts.requires_grad:
             return self._by_calls(a, b, counts)
-        if self.at_least_one or last.bias is None:
-            return outer_product_mean(a, b, last.weight, last.bias, counts=counts)
-        z = outer_product_mean(a, b, last.weight, counts=counts)
-        return z + (last.bias / counts.unsqueeze(-1)).to(z.dtype)
+        return outer_product_mean(a, b, last.weight, last.bias, counts=counts, divides_bias=not self.at_least_one)
 
     def _counts(self, m: Tensor, mask: Tensor | None) -> Tensor:
         """The numbers `[*, L, L]` by which sums are divided, in float32 or wider."""

@@ -1,6 +1,6 @@
 """The outer product mean: what two projections of an alignment tell a pair representation.
 
-    O[i,j] = sum over s of a[s,i] b[s,j]^T      z[i,j] = W vec(O[i,j] / counts[i,j]) + bias
+    O[i,j] = sum over s of a[s,i] b[s,j]^T      z[i,j] = W vec(O[i,j] / counts[i,j]) + bias      (or bias / counts[i,j])
 
 Rows i are computed some at a time, so no tensor of [I, J, C D] is ever whole. The backward computes O again.
 """
@@ -20,16 +20,22 @@ from evoattn.core.numerics import accumulate_dtype
 from evoattn.dispatch.autograd import NO_SECOND_DERIVATIVE, OF_A_BACKWARD
 from evoattn.dispatch.checks import check_no_tangent, compute_dtype
 from evoattn.dispatch.custom_operator import CustomOperator
-from evoattn.pair.slices import check_floating, is_for_torch, slices, wide_product
+from evoattn.pair.slices import check_floating, is_for_torch, slices, wide_product, widened
 
 
 def outer_product_mean(
-    a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None, *, counts: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    counts: Tensor | None = None,
+    divides_bias: bool = False,
 ) -> Tensor:
     """Compute W vec(sum over s of a[s,i] b[s,j]^T / counts[i,j]) + bias for all pairs of columns i, j of an alignment.
 
-    Sums are float32 or wider. Beside the result a call needs some 100 MB, whatever its sizes. Gradients are deterministic, and
-    have no derivative of their own.
+    Sums are float32 or wider. Beside the result a call needs some 100 MB, and copies of a and b that are not contiguous or have
+    another dtype. Gradients are deterministic, and have no derivative of their own.
 
     Args:
         a: `[*, S, I, C]`, a projection of an alignment of S sequences. It is 0 where it is masked.
@@ -37,6 +43,7 @@ def outer_product_mean(
         weight: `[E, C D]`: its columns are those of C, for each of them those of D.
         bias: `[E]`, or None.
         counts: `[*, I, J]`, by which each sum is divided. None: by 1. It has no gradient.
+        divides_bias: whether the bias is divided too.
 
     Returns:
         `[*, I, J, E]`, in autocast's dtype, or the narrower one of a and the weight.
@@ -57,11 +64,11 @@ def outer_product_mean(
     bias = None if bias is None else bias.to(dtype)
     with uncast(a.device):
         if is_for_torch(a, b, weight, bias, counts):
-            return reference(a, b, weight, bias, counts)
+            return reference(a, b, weight, bias, counts, divides_bias)
         lead = a.shape[:-3]
         folded = [x.reshape(math.prod(lead), *x.shape[-3:]).contiguous() for x in (a, b)]
         by = None if counts is None else counts.reshape(math.prod(lead), *counts.shape[-2:])
-        z: Tensor = _OPERATOR.operator(*folded, weight, bias, by)
+        z: Tensor = _OPERATOR.operator(*folded, weight, bias, by, divides_bias)
         return z.view(*lead, *z.shape[-3:])
 
 
@@ -84,62 +91,81 @@ def _check(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, counts: Te
         raise ValueError("counts must not want a gradient: pass counts.detach()")
 
 
-def reference(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor | None) -> Tensor:
+def reference(
+    a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor | None, divides_bias: bool = False
+) -> Tensor:
     """The same in plain torch, which differentiates it, with all products in memory."""
     wide = a.dtype if a.dtype.itemsize > 2 else torch.float32
     o = torch.einsum("...sic,...sjd->...ijcd", a.to(wide), b.to(wide)).flatten(-2)
-    return F.linear((o if counts is None else o / counts.unsqueeze(-1).to(wide)).to(a.dtype), weight, bias)
+    if counts is None:
+        return F.linear(o.to(a.dtype), weight, bias)
+    counts = counts.unsqueeze(-1).to(wide)
+    if bias is None or not divides_bias:
+        return F.linear((o / counts).to(a.dtype), weight, bias)
+    return F.linear((o / counts).to(a.dtype), weight) + (bias / counts).to(a.dtype)
 
 
-def _forward(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor | None) -> Tensor:
+def _forward(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor | None, divides_bias: bool) -> Tensor:
     """a `[B, S, I, C]`, b `[B, S, J, D]`, weight `[E, C D]`, bias `[E]`, counts `[B, I, J]` -> z `[B, I, J, E]`."""
     z = _outline(a, b, weight)
     with uncast(a.device):
         for n, (of_a, of_b) in enumerate(zip(a, b, strict=True)):
+            columns = widened(_flat(of_b))
             for rows in _slices(a, b):
-                o = _sums(of_a[:, rows], of_b, _part(counts, n, rows))
-                into = z[n, rows].view(-1, weight.shape[0])
-                torch.mm(o, weight.t(), out=into) if bias is None else torch.addmm(bias, o, weight.t(), out=into)
+                by = _part(counts, n, rows)
+                o, into = _sums(of_a[:, rows], columns, b.shape[-1], by), z[n, rows].view(-1, weight.shape[0])
+                if bias is None or (divides_bias and by is not None):
+                    torch.mm(o, weight.t(), out=into)
+                else:
+                    torch.addmm(bias, o, weight.t(), out=into)
+                if bias is not None and divides_bias and by is not None:
+                    z[n, rows] += bias / by[..., None]
     return z
 
 
-def _outline(a: Tensor, b: Tensor, weight: Tensor, *_: Tensor | None) -> Tensor:
+def _outline(a: Tensor, b: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return a.new_empty(a.shape[0], a.shape[2], b.shape[2], weight.shape[0])
 
 
 def _backward(
-    dz: Tensor, a: Tensor, b: Tensor, weight: Tensor, counts: Tensor | None, needs: Sequence[bool]
+    dz: Tensor, a: Tensor, b: Tensor, weight: Tensor, counts: Tensor | None, divides_bias: bool, needs: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     """The gradients of a, b, weight and bias. One that is not needed has no elements."""
-    da, db, dweight, dbias = _outline_backward(dz, a, b, weight, counts, needs)
-    sums = torch.zeros(dweight.shape, dtype=accumulate_dtype(dweight.dtype), device=dz.device)
+    da, db, dweight, dbias = _outline_backward(dz, a, b, weight, counts, divides_bias, needs)
+    wide = accumulate_dtype(weight.dtype)
+    sums, bias_sums = (torch.zeros(x.shape, dtype=wide, device=dz.device) for x in (dweight, dbias))
     with uncast(dz.device):
         for n, (of_a, of_b) in enumerate(zip(a, b, strict=True)):
-            for rows in _slices(a, b) if needs[0] or needs[2] else ():
+            every = widened(_flat(of_b)) if needs[2] else of_b
+            for rows in _slices(a, b) if needs[0] or needs[2] or needs[3] else ():
                 part, by = dz[n, rows], _part(counts, n, rows)
                 if needs[2]:
-                    sums += wide_product(part.reshape(-1, weight.shape[0]).t(), _sums(of_a[:, rows], of_b, by))
+                    sums += wide_product(part.reshape(-1, weight.shape[0]).t(), _sums(of_a[:, rows], every, b.shape[-1], by))
+                if needs[3]:
+                    bias_sums += (part.to(wide) / by[..., None] if divides_bias and by is not None else part.to(wide)).sum(
+                        (0, 1)
+                    )
                 if needs[0]:
                     do = _gradients(part, weight, by, a)
                     da[n, :, rows] = _flat(of_b).mm(do.t()).view_as(da[n, :, rows])
             for columns in _slices(b, a) if needs[1] else ():
                 do = _gradients(dz[n, :, columns], weight, _part(counts, n, slice(None), columns), a)
                 db[n, :, columns] = _flat(of_a).mm(do).view_as(db[n, :, columns])
-    return da, db, dweight.copy_(sums), dz.sum((0, 1, 2)) if needs[3] else dbias
+    return da, db, dweight.copy_(sums), dbias.copy_(bias_sums)
 
 
 def _outline_backward(
-    dz: Tensor, a: Tensor, b: Tensor, weight: Tensor, counts: Tensor | None, needs: Sequence[bool]
+    dz: Tensor, a: Tensor, b: Tensor, weight: Tensor, counts: Tensor | None, divides_bias: bool, needs: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     likes = (a, b, weight, weight[:, 0])
     return tuple(torch.empty_like(x) if needed else x.new_empty(0) for x, needed in zip(likes, needs, strict=True))
 
 
-_VALUES = ("Tensor a", "Tensor b", "Tensor weight")
-_OPERATOR = CustomOperator("outer_product_mean", (*_VALUES, "Tensor? bias", "Tensor? counts"), "Tensor", _forward, _outline)
+_VALUES, _DIVIDED = ("Tensor a", "Tensor b", "Tensor weight"), ("Tensor? counts", "bool divides_bias")
+_OPERATOR = CustomOperator("outer_product_mean", (*_VALUES, "Tensor? bias", *_DIVIDED), "Tensor", _forward, _outline)
 _BACKWARD = CustomOperator(
     "outer_product_mean_backward",
-    ("Tensor dz", *_VALUES, "Tensor? counts", "bool[] needs"),
+    ("Tensor dz", *_VALUES, *_DIVIDED, "bool[] needs"),
     "(Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _outline_backward,
@@ -147,14 +173,14 @@ _BACKWARD = CustomOperator(
 
 
 def _save(ctx: Any, values: Sequence[Any], output: Tensor) -> None:
-    a, b, weight, _, counts = values
+    a, b, weight, _, counts, ctx.divides_bias = values
     ctx.save_for_backward(a, b, weight, counts)
 
 
 def _differentiate(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
     check_no_tangent(dz, of=OF_A_BACKWARD)
     needs = [bool(x) for x in ctx.needs_input_grad[:4]]
-    gradients = _BACKWARD.operator(dz, *ctx.saved_tensors, needs)
+    gradients = _BACKWARD.operator(dz, *ctx.saved_tensors, ctx.divides_bias, needs)
     return tuple(x if needed else None for x, needed in zip(gradients, needs, strict=True))
 
 
@@ -177,10 +203,10 @@ def _part(counts: Tensor | None, n: int, rows: slice, columns: slice = slice(Non
     return None if counts is None else counts[n, rows, columns]
 
 
-def _sums(a: Tensor, b: Tensor, counts: Tensor | None) -> Tensor:
-    """O / counts of a `[S, R, C]` and b `[S, J, D]`, as `[R J, C D]` in their dtype."""
-    (_, r, c), (_, j, d) = a.shape, b.shape
-    o = wide_product(_flat(a).t(), _flat(b)).view(r, c, j, d)
+def _sums(a: Tensor, b: Tensor, d: int, counts: Tensor | None) -> Tensor:
+    """O / counts of a `[S, R, C]` and b `[S, J D]`, as `[R J, C D]` in the dtype of a."""
+    (_, r, c), j = a.shape, b.shape[1] // d
+    o = wide_product(_flat(a).t(), b).view(r, c, j, d)
     return _divided(o.transpose(1, 2), None if counts is None else counts[:, :, None, None], a.dtype).view(r * j, c * d)
 
 
@@ -188,6 +214,10 @@ def _gradients(dz: Tensor, weight: Tensor, counts: Tensor | None, a: Tensor) -> 
     """The gradient of O, as `[R C, J D]` in the dtype of a, from that of z, `[R, J, E]`."""
     (r, j, _), c = dz.shape, a.shape[-1]
     do = wide_product(dz.reshape(-1, weight.shape[0]), weight).view(r, j, c, -1)
+    if counts is not None and a.dtype == torch.float16:  # an infinity times a sequence that is masked would be NaN
+        largest = torch.finfo(a.dtype).max
+        do = (do / counts[:, :, None, None].to(do.dtype)).clamp_(-largest, largest)
+        counts = None
     return _divided(do.transpose(1, 2), None if counts is None else counts[:, None, :, None], a.dtype).view(r * c, -1)
 
 

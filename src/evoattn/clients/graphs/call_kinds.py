@@ -157,6 +157,7 @@ class CallKind:
         recorder: Recorder,
         run: Callable[..., Any],
         module: nn.Module,
+        seen: Seen,
         call: Call,
         twins: Twins | None,
         loop: object | None,
@@ -181,7 +182,7 @@ class CallKind:
         try:
             with kept:
                 if twins is not None:
-                    twin = twins.of(module, recorder, lambda twin: run(twin, *call.args, **call.kwargs), call.tensors[0].device)
+                    twin = twins.of(module, seen, recorder, lambda twin: run(twin, *call.args, **call.kwargs))
                     module, loop = twin.module, None
                 else:
                     twin = None

@@ -234,7 +234,7 @@ class Steps:
             kind.obstacle = "it changes its arguments"
         elif known.is_left_alone() and kind.is_ready(call.tensors, run):
             twins = known.kinds.twins if self._shared else None
-            kind.record(self._recorder, self._original, module, call, twins, run, only_reads=self._is_whole)
+            kind.record(self._recorder, self._original, module, known.seen, call, twins, run, only_reads=self._is_whole)
             self._drop_oldest()
         return result
 

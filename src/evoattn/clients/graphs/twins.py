@@ -66,15 +66,17 @@ class Twins:
     def __init__(self) -> None:
         self._twins: weakref.WeakValueDictionary[Any, Twin] = weakref.WeakValueDictionary()
 
-    def of(self, module: nn.Module, recorder: Recorder, run: Callable[[nn.Module], Any], device: torch.device) -> Twin:
-        """The twin of this state, with the weights of a module.
+    def of(self, module: nn.Module, seen: Seen, recorder: Recorder, run: Callable[[nn.Module], Any]) -> Twin:
+        """The twin of this state, with the weights of a module that was `seen`.
 
         A new one is run once, so that what its layers make at the first call is there.
         """
+        device = seen.device
+        assert device is not None, "a module whose weights lie on several devices is not recorded"
         state = recorder.state(device)
         twin = self._twins.get(state)
         if twin is not None:
-            twin.write(Seen(module).weights)
+            twin.write(seen.weights)
             return twin
         twin = Twin(module)
         random = recorder.random_state(device)

@@ -14,15 +14,14 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from prediction_features import unpacked
-from prediction_ways import WAYS, Case, Way, begun, each_way, keep, line, options, used
+from prediction_ways import Case, Way, line, used
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from training_steps import BLOCKS, PROGRAM, ROWS, SOURCE, Training, build, cropped, drawn
+from training_steps import PROGRAM, Training, main
 
 from evoattn.bench import machine
 
@@ -135,7 +134,7 @@ def attribute(of: Any, path: str) -> Any:
     return of
 
 
-def measure(training: Training, features: Mapping[str, Tensor], way: Way) -> tuple[Case, dict[str, Tensor]]:
+def measure(training: Training, way: Way, features: Mapping[str, Tensor]) -> tuple[Case, dict[str, Tensor]]:
     """The parts of a step, which are compared by their losses."""
     [optimizer], _ = training.model.configure_optimizers()
     with used(way, PROGRAM, training.model):
@@ -194,35 +193,5 @@ def show(case: Case) -> str:
     return line(case, f"{case['tokens']:5} tokens", f"{case.get('ms', 0):8.1f} ms, GPU {case.get('gpu_ms', 0):.0f} ({parts})")
 
 
-def cases(training: Training, features: Mapping[str, Tensor], chosen: list[str]) -> Iterator[Case]:
-    """A case for each way, in turn."""
-    facts = {"program": PROGRAM.title, "tokens": features["token_index"].shape[1], "rows": features["msa"].shape[1]}
-    facts["blocks"] = training.blocks
-    return each_way(PROGRAM, chosen, facts, training.device, lambda way: measure(training, features, way))
-
-
-def main() -> int:
-    parser = options(__doc__, [name for name, way in WAYS.items() if not way.runtime])
-    parser.set_defaults(ways=[name for name, way in WAYS.items() if not (way.patch or {}).get("graphs")])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[384, 640], metavar="N", help="of a crop (default: 384 640)")
-    parser.add_argument("--rows", type=int, default=ROWS, help=f"of the alignment (default: {ROWS})")
-    parser.add_argument("--blocks", type=int, default=BLOCKS, help=f"of the trunk (default: {BLOCKS})")
-    parser.add_argument("--steps", type=int, default=3, help="that are timed after one that compiles (default: 3)")
-    chosen = parser.parse_args()
-    try:
-        record = begun(chosen.json, chosen.device, chosen.commit)
-        training = Training(build(chosen.device, chosen.blocks), chosen.device, chosen.steps, chosen.blocks)
-        source = unpacked("boltz2", SOURCE, torch.device("cpu"))
-        crops = [cropped(source, tokens) for tokens in chosen.tokens]
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    failed = False
-    for crop in crops:
-        features = drawn({name: x.to(chosen.device) for name, x in crop.items()}, chosen.rows)
-        found = cases(training, features, chosen.ways)
-        failed |= keep(found, record, ("program", "tokens", "rows", "blocks", "way"), chosen.json, show)
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, measure, show))

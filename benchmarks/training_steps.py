@@ -17,7 +17,7 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -160,11 +160,17 @@ class Training:
         times[stage] = 1e3 * (time.perf_counter() - start)
 
 
-def measure(training: Training, features: Mapping[str, Tensor], chosen: list[str]) -> Iterator[Case]:
+Measure = Callable[[Training, Way, Mapping[str, Tensor]], tuple[Case, dict[str, Tensor]]]
+"""Measures a way: what to note, and what to compare with the program as installed."""
+
+
+def measure(
+    training: Training, features: Mapping[str, Tensor], chosen: list[str], measured: Measure = Training.measure
+) -> Iterator[Case]:
     """A case for each way, in turn."""
     facts = {"program": PROGRAM.title, "tokens": features["token_index"].shape[1], "rows": features["msa"].shape[1]}
     facts["blocks"] = training.blocks
-    return each_way(PROGRAM, chosen, facts, training.device, lambda way: training.measure(way, features))
+    return each_way(PROGRAM, chosen, facts, training.device, lambda way: measured(training, way, features))
 
 
 def show(case: Case) -> str:
@@ -173,8 +179,9 @@ def show(case: Case) -> str:
     return line(case, f"{case['tokens']:5} tokens", f"{case.get('ms', 0):8.1f} ms ({stages})")
 
 
-def main() -> int:
-    parser = options(__doc__, [name for name, way in WAYS.items() if not way.runtime])
+def main(about: str | None = __doc__, measured: Measure = Training.measure, show: Callable[[Case], str] = show) -> int:
+    """Measure what the command line asks for. about: its description."""
+    parser = options(about, [name for name, way in WAYS.items() if not way.runtime])
     parser.set_defaults(ways=[name for name, way in WAYS.items() if not (way.patch or {}).get("graphs")])
     parser.add_argument("--tokens", nargs="+", type=int, default=[384, 640], metavar="N", help="of a crop (default: 384 640)")
     parser.add_argument("--rows", type=int, default=ROWS, help=f"of the alignment (default: {ROWS})")
@@ -191,7 +198,7 @@ def main() -> int:
     failed = False
     for crop in crops:
         features = drawn({name: x.to(chosen.device) for name, x in crop.items()}, chosen.rows)
-        cases = measure(training, features, chosen.ways)
+        cases = measure(training, features, chosen.ways, measured)
         failed |= keep(cases, record, ("program", "tokens", "rows", "blocks", "way"), chosen.json, show)
     return 1 if failed else 0
 

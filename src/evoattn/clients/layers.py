@@ -155,12 +155,11 @@ def _multiplies_by_float16(arguments: tuple[Any, ...]) -> bool:
 
 def slower_on_cpu(swap: Swap, arguments: tuple[Any, ...]) -> str:
     """The reason why a layer is left to the client on a CPU, or ""."""
-    if isinstance(swap.layer, (MSAPairWeightedAveraging, OuterProductMean)):
-        first = next(x for x in arguments if isinstance(x, Tensor))
-        return TRAINED_ON_CPU if torch.is_grad_enabled() and is_small_on_cpu(first, 0) else ""
-    if not isinstance(swap.layer, (AttentionPairBias, Transition)):
+    if not isinstance(swap.layer, (AttentionPairBias, MSAPairWeightedAveraging, OuterProductMean, Transition)):
         return ""
     a = next(x for x in arguments if isinstance(x, Tensor))
+    if isinstance(swap.layer, (MSAPairWeightedAveraging, OuterProductMean)):
+        return TRAINED_ON_CPU if torch.is_grad_enabled() and is_small_on_cpu(a, 0) else ""
     if isinstance(swap.layer, Transition):  # of any size
         return TRANSITION_ON_CPU if is_small_on_cpu(a, 0) else ""
     return FEW_ON_CPU if is_small_on_cpu(a, a.shape[:-1].numel() * a.shape[-2] * swap.layer.no_heads) else ""

@@ -13,7 +13,7 @@ from evoattn.nn.initial import Layer, start
 from evoattn.nn.project import compute_dtype_of, layer_norm, linear, project
 from evoattn.nn.submodules import is_linear
 from evoattn.pair.averaging import pair_weighted_averaging
-from evoattn.pair.outer_product import outer_product_mean
+from evoattn.pair.outer_product import all_sums, outer_product_mean
 
 
 class OuterProductMean(Layer):
@@ -88,9 +88,8 @@ class OuterProductMean(Layer):
 
     def _by_calls(self, a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
         """The update, with `linear_out` called."""
-        wide = accumulate_dtype(a.dtype)
         with uncast(a.device):
-            o = torch.einsum("...sic,...sjd->...ijcd", a.to(wide), b.to(wide)).flatten(-2)
+            o = all_sums(a, b)
         counts = counts.unsqueeze(-1)
         if self.at_least_one:
             return linear((o / counts).to(a.dtype), self.linear_out)

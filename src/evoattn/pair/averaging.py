@@ -17,10 +17,11 @@ from torch import Tensor
 
 from evoattn.core.devices import uncast
 from evoattn.core.numerics import accumulate_dtype
-from evoattn.dispatch.autograd import NO_SECOND_DERIVATIVE, OF_A_BACKWARD
-from evoattn.dispatch.checks import check_no_tangent, compute_dtype
+from evoattn.dispatch.autograd import NO_SECOND_DERIVATIVE
+from evoattn.dispatch.checks import compute_dtype
 from evoattn.dispatch.custom_operator import CustomOperator
-from evoattn.pair.slices import check_floating, is_for_torch, slices, wide_product
+from evoattn.pair.checking import check_floating
+from evoattn.pair.slices import empty_gradients, gradients_of, is_for_torch, slices, wide_product
 
 
 def pair_weighted_averaging(m: Tensor, p: Tensor, *, v_weight: Tensor, g_weight: Tensor, out_weight: Tensor) -> Tensor:
@@ -68,7 +69,7 @@ class _Weights(NamedTuple):
 
 
 def _check(m: Tensor, p: Tensor, weights: _Weights) -> None:
-    check_floating("m", m=m, p=p, v_weight=weights.v, g_weight=weights.g, out_weight=weights.out)
+    check_floating({"m": m, "p": p, "v_weight": weights.v, "g_weight": weights.g, "out_weight": weights.out})
     if m.ndim < 3:
         raise ValueError(f"m must be [*, S, L, C], got shape {list(m.shape)}")
     length = m.shape[-2]
@@ -139,8 +140,7 @@ def _backward(
 def _outline_backward(
     dy: Tensor, m: Tensor, p: Tensor, joined: Tensor, out_weight: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor, ...]:
-    likes = (m, p, joined, out_weight)
-    return tuple(torch.empty_like(x) if needed else x.new_empty(0) for x, needed in zip(likes, needs, strict=True))
+    return empty_gradients((m, p, joined, out_weight), needs)
 
 
 _VALUES = ("Tensor m", "Tensor p", "Tensor joined", "Tensor out_weight")
@@ -159,10 +159,7 @@ def _save(ctx: Any, values: Sequence[Any], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    check_no_tangent(dy, of=OF_A_BACKWARD)
-    needs = [bool(x) for x in ctx.needs_input_grad]
-    gradients = _BACKWARD.operator(dy, *ctx.saved_tensors, needs)
-    return tuple(x if needed else None for x, needed in zip(gradients, needs, strict=True))
+    return gradients_of(_BACKWARD.operator, ctx, len(_VALUES), dy)
 
 
 _OPERATOR.differentiate(_save, _differentiate)

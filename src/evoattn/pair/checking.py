@@ -47,20 +47,24 @@ def check_tensors(
 
     `name` is that of x. `optional` has names of weights that may be None.
     """
-    for what, tensor in ((name, x), *weights.items()):
-        if tensor is None and what in optional:
-            continue
+    check_floating({name: x, **{what: y for what, y in weights.items() if y is not None or what not in optional}})
+    check_mask("mask", mask, tuple(x.shape[:-1]))
+    if mask is not None and mask.device != x.device:
+        raise ValueError(f"mask must be on {x.device}, as {name} is, got {mask.device}")
+
+
+def check_floating(named: Mapping[str, object]) -> None:
+    """Raise TypeError or ValueError unless all are plain floating-point tensors on the device of the first one."""
+    first, x = next(iter(named.items()))
+    for what, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{what} must be a torch.Tensor, got {type(tensor).__name__}")
         if is_distributed(tensor):
             raise TypeError(f"{what} must be a plain tensor, got a DTensor: gather it first, with full_tensor()")
         if not tensor.is_floating_point():
             raise TypeError(f"{what} must be of a floating-point dtype, got {tensor.dtype}")
-        if tensor.device != x.device:
-            raise ValueError(f"{what} must be on {x.device}, as {name} is, got {tensor.device}")
-    check_mask("mask", mask, tuple(x.shape[:-1]))
-    if mask is not None and mask.device != x.device:
-        raise ValueError(f"mask must be on {x.device}, as {name} is, got {mask.device}")
+        if isinstance(x, Tensor) and tensor.device != x.device:
+            raise ValueError(f"{what} must be on {x.device}, as {first} is, got {tensor.device}")
 
 
 def check_shapes(weights: Mapping[str, Tensor | None], shapes: Mapping[str, tuple[int, ...]], sizes: str) -> None:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from evoattn.core.devices import uncast
 from evoattn.core.numerics import accumulate_dtype
-from evoattn.dispatch.autograd import NO_SECOND_DERIVATIVE, OF_A_BACKWARD
-from evoattn.dispatch.checks import check_no_tangent, compute_dtype
+from evoattn.dispatch.autograd import NO_SECOND_DERIVATIVE
+from evoattn.dispatch.checks import compute_dtype
 from evoattn.dispatch.custom_operator import CustomOperator
-from evoattn.pair.slices import check_floating, is_for_torch, slices, wide_product, widened
+from evoattn.pair.checking import check_floating
+from evoattn.pair.slices import empty_gradients, gradients_of, is_for_torch, slices, wide_product, widened
 
 
 def outer_product_mean(
@@ -34,8 +35,8 @@ def outer_product_mean(
 ) -> Tensor:
     """Compute W vec(sum over s of a[s,i] b[s,j]^T / counts[i,j]) + bias for all pairs of columns i, j of an alignment.
 
-    Sums are float32 or wider. Beside the result a call needs some 100 MB, and copies of a and b that are not contiguous or have
-    another dtype. Gradients are deterministic, and have no derivative of their own.
+    Sums are float32 or wider. Beside the result a call needs some slices of 32 MB, and copies of a and b if these are not
+    contiguous or have another dtype. Gradients are deterministic, and have no derivative of their own.
 
     Args:
         a: `[*, S, I, C]`, a projection of an alignment of S sequences. It is 0 where it is masked.
@@ -59,6 +60,7 @@ def outer_product_mean(
     Source: Jumper et al. 2021, supplementary algorithm 10; Abramson et al. 2024, algorithm 9.
     """
     _check(a, b, weight, bias, counts)
+    divides_bias = divides_bias and counts is not None
     dtype = compute_dtype(a, weight)
     a, b, weight = a.to(dtype), b.to(dtype), weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
@@ -74,7 +76,7 @@ def outer_product_mean(
 
 def _check(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor | None) -> None:
     optional = {name: x for name, x in (("bias", bias), ("counts", counts)) if x is not None}
-    check_floating("a", a=a, b=b, weight=weight, **optional)
+    check_floating({"a": a, "b": b, "weight": weight, **optional})
     if a.ndim < 3:
         raise ValueError(f"a must be [*, S, I, C], got shape {list(a.shape)}")
     if b.ndim != a.ndim or b.shape[:-2] != a.shape[:-2]:
@@ -95,14 +97,19 @@ def reference(
     a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor | None, divides_bias: bool = False
 ) -> Tensor:
     """The same in plain torch, which differentiates it, with all products in memory."""
-    wide = a.dtype if a.dtype.itemsize > 2 else torch.float32
-    o = torch.einsum("...sic,...sjd->...ijcd", a.to(wide), b.to(wide)).flatten(-2)
+    o = all_sums(a, b)
     if counts is None:
         return F.linear(o.to(a.dtype), weight, bias)
-    counts = counts.unsqueeze(-1).to(wide)
+    counts = counts.unsqueeze(-1).to(o.dtype)
     if bias is None or not divides_bias:
         return F.linear((o / counts).to(a.dtype), weight, bias)
     return F.linear((o / counts).to(a.dtype), weight) + (bias / counts).to(a.dtype)
+
+
+def all_sums(a: Tensor, b: Tensor) -> Tensor:
+    """O of all pairs, `[*, I, J, C D]`, in float32 or wider."""
+    wide = accumulate_dtype(a.dtype)
+    return torch.einsum("...sic,...sjd->...ijcd", a.to(wide), b.to(wide)).flatten(-2)
 
 
 def _forward(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor | None, divides_bias: bool) -> Tensor:
@@ -114,12 +121,12 @@ def _forward(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, counts: 
             for rows in _slices(a, b):
                 by = _part(counts, n, rows)
                 o, into = _sums(of_a[:, rows], columns, b.shape[-1], by), z[n, rows].view(-1, weight.shape[0])
-                if bias is None or (divides_bias and by is not None):
+                if bias is None or divides_bias:
                     torch.mm(o, weight.t(), out=into)
                 else:
                     torch.addmm(bias, o, weight.t(), out=into)
-                if bias is not None and divides_bias and by is not None:
-                    z[n, rows] += bias / by[..., None]
+                if bias is not None and divides_bias:
+                    z[n, rows] += bias / by[..., None]  # type: ignore[index]
     return z
 
 
@@ -142,9 +149,8 @@ def _backward(
                 if needs[2]:
                     sums += wide_product(part.reshape(-1, weight.shape[0]).t(), _sums(of_a[:, rows], every, b.shape[-1], by))
                 if needs[3]:
-                    bias_sums += (part.to(wide) / by[..., None] if divides_bias and by is not None else part.to(wide)).sum(
-                        (0, 1)
-                    )
+                    of_bias = part.to(wide)
+                    bias_sums += (of_bias / by[..., None] if divides_bias else of_bias).sum((0, 1))  # type: ignore[index]
                 if needs[0]:
                     do = _gradients(part, weight, by, a)
                     da[n, :, rows] = _flat(of_b).mm(do.t()).view_as(da[n, :, rows])
@@ -157,8 +163,7 @@ def _backward(
 def _outline_backward(
     dz: Tensor, a: Tensor, b: Tensor, weight: Tensor, counts: Tensor | None, divides_bias: bool, needs: Sequence[bool]
 ) -> tuple[Tensor, ...]:
-    likes = (a, b, weight, weight[:, 0])
-    return tuple(torch.empty_like(x) if needed else x.new_empty(0) for x, needed in zip(likes, needs, strict=True))
+    return empty_gradients((a, b, weight, weight[:, 0]), needs)
 
 
 _VALUES, _DIVIDED = ("Tensor a", "Tensor b", "Tensor weight"), ("Tensor? counts", "bool divides_bias")
@@ -178,10 +183,7 @@ def _save(ctx: Any, values: Sequence[Any], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-    check_no_tangent(dz, of=OF_A_BACKWARD)
-    needs = [bool(x) for x in ctx.needs_input_grad[:4]]
-    gradients = _BACKWARD.operator(dz, *ctx.saved_tensors, ctx.divides_bias, needs)
-    return tuple(x if needed else None for x, needed in zip(gradients, needs, strict=True))
+    return gradients_of(_BACKWARD.operator, ctx, len(_VALUES) + 1, dz, ctx.divides_bias)  # of the bias too
 
 
 _OPERATOR.differentiate(_save, _differentiate)
@@ -213,12 +215,11 @@ def _sums(a: Tensor, b: Tensor, d: int, counts: Tensor | None) -> Tensor:
 def _gradients(dz: Tensor, weight: Tensor, counts: Tensor | None, a: Tensor) -> Tensor:
     """The gradient of O, as `[R C, J D]` in the dtype of a, from that of z, `[R, J, E]`."""
     (r, j, _), c = dz.shape, a.shape[-1]
-    do = wide_product(dz.reshape(-1, weight.shape[0]), weight).view(r, j, c, -1)
+    do = wide_product(dz.reshape(-1, weight.shape[0]), weight).view(r, j, c, -1).transpose(1, 2)
     if counts is not None and a.dtype == torch.float16:  # an infinity times a sequence that is masked would be NaN
         largest = torch.finfo(a.dtype).max
-        do = (do / counts[:, :, None, None].to(do.dtype)).clamp_(-largest, largest)
-        counts = None
-    return _divided(do.transpose(1, 2), None if counts is None else counts[:, None, :, None], a.dtype).view(r * c, -1)
+        do, counts = (do / counts[:, None, :, None].to(do.dtype)).clamp_(-largest, largest), None
+    return _divided(do, None if counts is None else counts[:, None, :, None], a.dtype).view(r * c, -1)
 
 
 def _divided(x: Tensor, counts: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -1,16 +1,17 @@
-"""Parts of the operators of an alignment: slices whose products stay in a cache, products with wide sums, and checks."""
+"""Parts of the operators of an alignment: slices whose products stay in a cache, products with wide sums, gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from evoattn.core import guards
-from evoattn.dispatch.distributed import is_distributed
+from evoattn.dispatch.autograd import OF_A_BACKWARD
+from evoattn.dispatch.checks import check_no_tangent
 from evoattn.pair.checking import WIDENS
 
 BYTES = 32 << 20
@@ -38,20 +39,21 @@ def wide_product(x: Tensor, y: Tensor) -> Tensor:
     return product(x, y, out_dtype=torch.float32)  # type: ignore[no-any-return]
 
 
-def check_floating(first: str, **tensors: object) -> None:
-    """Raise TypeError or ValueError unless all are plain floating-point tensors on the device of the one called `first`."""
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if is_distributed(x):
-            raise TypeError(f"{name} must be a plain tensor, got a DTensor: gather it first, with full_tensor()")
-        if not x.is_floating_point():
-            raise TypeError(f"{name} must be of a floating-point dtype, got {x.dtype}")
-        device = tensors[first].device  # type: ignore[attr-defined]
-        if x.device != device:
-            raise ValueError(f"{name} must be on {device}, as {first} is, got {x.device}")
-
-
 def is_for_torch(*tensors: Tensor | None) -> bool:
     """Return whether torch has to see each operation, since it transforms them, or there is nothing to compute."""
     return guards.is_transformed(*tensors) or any(x is not None and not x.numel() for x in tensors)
+
+
+def empty_gradients(likes: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Uninitialised gradients of tensors like these. One that is not needed has no elements."""
+    return tuple(torch.empty_like(x) if needed else x.new_empty(0) for x, needed in zip(likes, needs, strict=True))
+
+
+def gradients_of(
+    backward: Callable[..., Any], ctx: Any, count: int, cotangent: Tensor, *options: Any
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the first `count` arguments by the operator of a backward, which takes what was saved, and options."""
+    check_no_tangent(cotangent, of=OF_A_BACKWARD)
+    needs = [bool(x) for x in ctx.needs_input_grad[:count]]
+    gradients = backward(cotangent, *ctx.saved_tensors, *options, needs)
+    return tuple(x if needed else None for x, needed in zip(gradients, needs, strict=True))

@@ -182,7 +182,8 @@ class CallKind:
         try:
             with kept:
                 if twins is not None:
-                    twin = twins.of(module, seen, recorder, lambda twin: run(twin, *call.args, **call.kwargs))
+                    device = call.tensors[0].device
+                    twin = twins.of(module, seen, recorder, device, lambda twin: run(twin, *call.args, **call.kwargs))
                     module, loop = twin.module, None
                 else:
                     twin = None

@@ -66,13 +66,13 @@ class Twins:
     def __init__(self) -> None:
         self._twins: weakref.WeakValueDictionary[Any, Twin] = weakref.WeakValueDictionary()
 
-    def of(self, module: nn.Module, seen: Seen, recorder: Recorder, run: Callable[[nn.Module], Any]) -> Twin:
+    def of(
+        self, module: nn.Module, seen: Seen, recorder: Recorder, device: torch.device, run: Callable[[nn.Module], Any]
+    ) -> Twin:
         """The twin of this state, with the weights of a module that was `seen`.
 
         A new one is run once, so that what its layers make at the first call is there.
         """
-        device = seen.device
-        assert device is not None, "a module whose weights lie on several devices is not recorded"
         state = recorder.state(device)
         twin = self._twins.get(state)
         if twin is not None:

@@ -85,3 +85,14 @@ def test_the_lse_of_a_user_is_in_natural_units() -> None:
     natural = numerics.natural_lse(lse, reference)
     torch.testing.assert_close(natural, torch.logsumexp(scores, -1))
     assert torch.autograd.grad(natural.sum(), lse)[0].tolist() == [numerics.LN2] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_numbers_are_rounded_as_tensors_are(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(1 << 31), 1 << 31, (2000,), generator=generator, dtype=torch.int64).to(torch.int32)
+    values = [x for x in bits.view(torch.float32).tolist() if math.isfinite(x)]
+    values += torch.randn(2000, generator=generator, dtype=torch.float64).tolist()
+    values += [0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, 65519.0, 65520.0, -1e39, 3.4e38, 1e-45, 2.0**-25, INF]
+    for x in values:
+        assert numerics.rounded(x, dtype) == torch.tensor(x, dtype=torch.float64).to(dtype).item()

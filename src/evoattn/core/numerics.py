@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
+import struct
 from collections.abc import Iterator
 
 import torch
@@ -37,6 +38,24 @@ _HAS_FP32_PRECISION = hasattr(torch.backends.cuda.matmul, "fp32_precision")
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of scores, statistics and sums: float64 for float64, float32 for all narrower ones."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def rounded(x: float, dtype: torch.dtype) -> float:
+    """A number as a floating-point dtype holds it, infinite if it is too large.
+
+    It is computed without tensors: a plan that reads one cannot be made while a call is recorded as a CUDA graph.
+    """
+    if dtype == torch.float64 or not math.isfinite(x):
+        return x
+    try:
+        single = struct.pack("<f", x)
+        if dtype == torch.bfloat16:  # the upper half of a float32; half of the lower one rounds up if the upper one is odd
+            bits = int.from_bytes(single, "little")
+            single = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).to_bytes(4, "little")
+        value: float = struct.unpack("<f", single)[0]
+        return struct.unpack("<e", struct.pack("<e", value))[0] if dtype == torch.float16 else value  # type: ignore[no-any-return]
+    except OverflowError:
+        return math.copysign(math.inf, x)
 
 
 _products: contextvars.ContextVar[str | None] = contextvars.ContextVar("products", default=None)

@@ -1,14 +1,16 @@
 """Calls that tests plan for the Hopper backend, and launch without its kernels."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from evoattn.backends import Cotangents, Inputs, Outputs, hopper
+from evoattn.backends import Cotangents, Inputs, Outputs, Plan, hopper
 from evoattn.backends.hopper import backward_plan, forward_plan
+from evoattn.clients.graphs.recorder import scout
 from evoattn.core.config import Config
 from evoattn.core.problem import Needs, describe
 
@@ -28,7 +30,14 @@ def random_outputs(inputs: Inputs) -> Outputs:
 
 def launch_forward(inputs: Inputs, outputs: Outputs, layout: str) -> None:
     """Plan a forward and run it."""
-    forward_plan.plan_forward(inputs, scale=0.2, layout=layout).run(inputs, outputs)
+    planned(lambda: forward_plan.plan_forward(inputs, scale=0.2, layout=layout)).run(inputs, outputs)
+
+
+def planned(plan: Callable[[], Plan]) -> Plan:
+    """The plan that a function makes, as it does also while a call is recorded: it reads no tensor."""
+    plans: list[Plan] = []
+    scout(lambda: plans.append(plan()), torch.device("cpu"))
+    return plans[0]
 
 
 def launch_backward(
@@ -51,6 +60,6 @@ def launch_backward(
         made = [torch.empty(x.shape, dtype=x.dtype) if need else None for x, need in zip(inputs.qkv, needs, strict=False)]
         gradients = (*made, None)
     options = {"scale": 0.2, "layout": "bnlhd", "deterministic": False, **options}
-    plan = backward_plan.plan_backward(cotangents, inputs, outputs, needs=needs, **options)
+    plan = planned(lambda: backward_plan.plan_backward(cotangents, inputs, outputs, needs=needs, **options))
     result: tuple[Tensor | None, Tensor | None] = plan.run(cotangents, inputs, outputs, gradients)
     return result

@@ -31,6 +31,7 @@ from evoattn.backends.hopper.tiles import CHAIN, FORWARD_QUERIES, HALVES, KEYS, 
 from evoattn.core import devices, layouts
 from evoattn.core.config import Config
 from evoattn.core.inputs import Inputs, Outputs
+from evoattn.core.numerics import rounded
 
 _CONFIG = Config(block_q=FORWARD_QUERIES, block_k=KEYS)
 """The tiles, which are the same for every problem."""
@@ -131,13 +132,13 @@ def _plan_tiles(planner: Planner, pair: Tensor, *, q: Tensor, unit: float) -> tu
     panels, blocks = -(-pair.shape[2] // FORWARD_QUERIES), -(-pair.shape[3] // KEYS)
     tiled = floats(*pair.shape[:2], HALVES * panels, blocks, MMA_M * KEYS)
     if q.shape[-1] == 8:  # 1 / scale is rounded there
-        unit = 1.0 / torch.tensor(1.0 / unit, dtype=torch.float32).to(q.dtype).item()
+        unit = 1.0 / rounded(1.0 / unit, q.dtype)
     kernel = PairBiasTiles(types[torch.float32], float32=True)
     return tiled, planner.plan_launch(kernel, {"mPair": pair.transpose(2, 3), "mTiles": tiled}, scale=unit)
 
 
 def _is_exact(x: float, dtype: torch.dtype) -> bool:
-    return math.isfinite(x) and torch.tensor(x, dtype=torch.float64).to(dtype).item() == x
+    return math.isfinite(x) and rounded(x, dtype) == x
 
 
 def _plan_gate(planner: Planner, gate: Tensor, layout: str) -> Callable[[Tensor, Any], None]:

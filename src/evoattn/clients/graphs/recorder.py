@@ -276,7 +276,7 @@ class _Scout(guards.Onlooker):
         # What an attention returns of its random numbers, which it did not draw, may lie on the CPU.
         results = [] if "dropout_p" in _names(func) else _pytree.tree_leaves(result)
         devices = {x.device for x in (*tensors, *results) if isinstance(x, Tensor)}
-        if devices not in (set(), {self._device}, {_META}):  # plans are made of tensors without memory
+        if not devices <= {self._device, _META}:  # plans are made with tensors without memory, which have no values
             raise NotCaptured(f"it computes on another device ({func})")
         return result
 

@@ -144,3 +144,40 @@ def test_boltz_trunk(layers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         folded = fold()
     assert all(map(torch.equal, folded, expected))
     assert patched.steps["boltz.model.layers.pairformer:PairformerLayer.forward"] == {"": 15, FIRST: 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saves", [True, False])
+def test_boltz_trunk_is_trained(saves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with dropout have the gradients of the original blocks, with Boltz' checkpoints and without."""
+    kind = pytest.importorskip("boltz.model.layers.pairformer", reason="Boltz is not installed", exc_type=ImportError)
+    monkeypatch.setattr(graphs, "Recorder", Traced)
+    trunk = kind.PairformerModule(16, 8, 6, 2, 0.25, 4, 2, v2=True, activation_checkpointing=saves).train()
+    with torch.no_grad():
+        for x in trunk.parameters():
+            x.normal_(0, 0.3)
+    state = {name: x.clone() for name, x in trunk.state_dict().items()}
+    s, z, mask = draw(1, 1, 9, 16), draw(2, 1, 9, 9, 8), torch.ones(1, 9)
+
+    def train() -> list[Tensor]:
+        trunk.load_state_dict(state)
+        found = []
+        torch.manual_seed(5)
+        for _ in range(3):
+            inputs = [x.clone().requires_grad_() for x in (s, z)]
+            single, pair = trunk(*inputs, mask, mask[:, :, None] * mask[:, None])
+            (single.square().sum() + pair.square().sum()).backward()
+            found += [single.detach(), pair.detach(), *(x.grad for x in (*inputs, *trunk.parameters())), torch.rand(3)]
+            with torch.no_grad():
+                for x in trunk.parameters():
+                    x -= 1e-3 * x.grad  # type: ignore[operator]
+            trunk.zero_grad()
+        return found  # type: ignore[return-value]
+
+    with evoattn.patch("boltz", layers=False, graphs=False):
+        expected = train()
+    with evoattn.patch("boltz", layers=False, graphs=True) as patched:
+        trained = train()
+    assert all(map(torch.equal, trained, expected))
+    steps = patched.steps["boltz.model.layers.pairformer:PairformerLayer.forward"]
+    assert steps == {"": (36 if saves else 18) - (6 if saves else 3), FIRST: 6 if saves else 3}

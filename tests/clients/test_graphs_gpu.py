@@ -1,5 +1,6 @@
 """Steps recorded as CUDA graphs on a GPU. python -m pytest -m gpu tests/clients/test_graphs_gpu.py"""
 
+import functools
 import gc
 import math
 import threading
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import evoattn
@@ -390,3 +392,58 @@ def test_pairs_without_a_batch_have_a_limit() -> None:
 
     s, z = torch.empty(9, 4, device="cuda"), torch.empty(9, 9, 4, device="cuda")
     assert residues([s, z], 3) == 9 and residues([s, z]) is None and residues([s, z[None]]) == 9
+
+
+class TrainedBlock(nn.Module):
+    """An attention with a pair bias, a norm, products and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(SIZE), nn.Linear(SIZE, 3 * SIZE), nn.Linear(SIZE, SIZE)
+        self.bias, self.dropout = nn.Linear(8, 2), nn.Dropout(0.25)
+
+    def original(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (y.unflatten(-1, (2, 32))[None, None] for y in self.qkv(self.norm(x)).chunk(3, -1))
+        bias = self.bias(z).movedim(-1, -3)[None, None].to(q.dtype)
+        o = evoattn.evoformer_attention(q, k, v, pair_bias=bias)[0, 0].flatten(-2)
+        return x + self.dropout(self.out(o)), z + self.dropout(z)
+
+    forward = original
+
+
+@pytest.mark.parametrize("reentrant", [True, False, None])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_blocks_are_trained_by_replays(dtype: torch.dtype | None, reentrant: bool | None) -> None:
+    """Also after updates of the weights, with dropout, and with what the allocator has cached overwritten."""
+    count = Count()
+    forward = graphs.step(TrainedBlock.original, count, shared=True)
+    kind = type("TrainedBlock", (TrainedBlock,), {"forward": forward})
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(kind() for _ in range(4)).cuda().train()
+    weights, length = list(blocks.parameters()), 80
+
+    def train(original: bool) -> list[Tensor]:
+        torch.manual_seed(7)
+        x, z = draw(1, length, SIZE).requires_grad_(), draw(2, length, length, 8).requires_grad_()
+        state = x, z
+        with torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None):
+            for block in blocks:
+                run = functools.partial(TrainedBlock.original, block) if original else block
+                if reentrant is None:
+                    state = run(*state)
+                else:
+                    state = torch.utils.checkpoint.checkpoint(run, *state, use_reentrant=reentrant)
+                overwrite()
+        loss = (state[0].float() * draw(3, length, SIZE)).sum() + (state[1].float() * draw(4, length, length, 8)).sum()
+        blocks.zero_grad()
+        loss.backward()
+        return [x.detach() for x in state] + [x.grad for x in (x, z, *weights)]  # type: ignore[misc]
+
+    for _ in range(4):
+        for actual, expected in zip(train(False), train(True), strict=True):
+            assert (actual - expected).norm() <= 1e-3 * expected.norm()
+        overwrite()
+        with torch.no_grad():
+            for x in weights:
+                x.mul_(0.97)
+    assert set(count.passed_on) == {FIRST} and count.replaced >= 10

@@ -77,6 +77,37 @@ class Traced:
             return Recording(both, recording.result, begin=begin)
         return recording
 
+    def record_both(
+        self, forward: Callable[[], Any], backward: Callable[[Any], Any], device: torch.device
+    ) -> tuple[Recording, Recording]:
+        """Replays compute both passes anew, each into the tensors of the first time."""
+        before = torch.get_rng_state()
+        try:
+            scout(functools.partial(seen, lambda: backward(forward())), device, True)
+            if self.fails is not None:
+                raise self.fails
+            first = latest = forward()
+            gradients = backward(first)
+        finally:
+            torch.set_rng_state(before)
+        results, modes_of = [x.detach() for x in first.results], contextvars.copy_context()
+        low = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+        def replay_forward() -> None:
+            nonlocal latest
+            with torch.enable_grad(), torch.autocast("cpu", low[1], enabled=low[0], cache_enabled=False):
+                latest = modes_of.run(forward)
+            for x, y in zip(results, latest.results, strict=True):
+                x.copy_(y.detach())
+
+        def replay_backward() -> None:
+            for x, y in zip(gradients, backward(latest._replace(cotangents=first.cotangents)), strict=True):
+                if x is not None:
+                    x.copy_(y)
+
+        self.recorded += 1
+        return Recording(replay_forward, first), Recording(replay_backward, gradients)
+
     def _recording(self, run: Callable[[], Any], device: torch.device, draws: bool, once: bool) -> Recording:
         before = torch.get_rng_state()
         torch.clear_autocast_cache()

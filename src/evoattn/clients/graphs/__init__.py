@@ -10,10 +10,11 @@
 | from 4 on | a replay | |
 
 Blocks of a trunk share a recording: it is made of a copy of one of them, into which a replay writes the weights of the block
-that is called.
+that is called. They are recorded in training too, both passes if autograd sees the call.
 
-`steps` has the calls of one function, and `call_kinds` the recording of each kind of call; `recorder` records, and `twins` has
-the copies of blocks. `trees` tells calls apart by their arguments and `modules` by their modules.
+`steps` has the calls of one function, `call_kinds` the recording of each kind of call, and `gradients` those of both passes;
+`recorder` records, and `twins` has the copies of blocks. `trees` tells calls apart by their arguments and `modules` by their
+modules.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ __all__ = ["FIRST", "Steps", "blocks", "in_loop", "loop", "release", "step", "wh
 _MOST = 512
 """Residues up to which blocks are recorded: the GPU sets the pace of more. A guess."""
 
+_MOST_TRAINED = 1024
+"""The same for blocks in training mode, whose calls take the host longer."""
+
 
 def blocks(*names: str, method: str = ".forward", **options: Any) -> tuple[Site, ...]:
     """The blocks "module:Class", whose `method` is recorded once for all of one structure; options as for `step`."""
@@ -60,7 +64,7 @@ def step(
     Args:
         recorder: by default of CUDA graphs.
         shared: whether modules that differ only in their weights share a recording. It reads copies of all arguments, so it
-            stands for calls of other tensors too, in a run of a `loop` and in none.
+            stands for calls of other tensors too, in a run of a `loop` and in none. Others are recorded in inference alone.
         most: on a GPU a pair representation of more residues is not recorded: the GPU sets the pace there, and a recording
             would only take memory.
         skip: takes the arguments of a call and returns the reason not to record it, or "".
@@ -73,8 +77,9 @@ def step(
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         why = skip(self, *args, **kwargs)
-        if not why and most is not None and (residues((*args, *kwargs.values()), 3) or 0) > most:
-            why = f"more than {most} residues, which keep a GPU busy"
+        limit = most and (max(most, _MOST_TRAINED) if self.training else most)
+        if not why and limit is not None and (residues((*args, *kwargs.values()), 3) or 0) > limit:
+            why = f"more than {limit} residues, which keep a GPU busy"
         if why:
             count.count_passed_on(why)
             return original(self, *args, **kwargs)

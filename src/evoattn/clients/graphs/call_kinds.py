@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -76,7 +77,10 @@ class CallKind:
         obstacle: why such calls are never recorded, or "".
         used: when the recording was last used, by a count of calls.
         checked: whether the recording did what a call did.
+        needs: whether each weight and each tensor needs a gradient. Empty: autograd sees no such call.
     """
+
+    needs: tuple[bool, ...] = ()
 
     def __init__(self, spec: Spec, copies: bool = False) -> None:
         self.spec, self._copies = spec, copies
@@ -182,13 +186,12 @@ class CallKind:
         try:
             with kept:
                 if twins is not None:
+                    needs = self.needs[: len(seen.weights)] or None
                     device = call.tensors[0].device
-                    twin = twins.of(module, seen, recorder, device, lambda twin: run(twin, *call.args, **call.kwargs))
-                    module, loop = twin.module, None
-                else:
-                    twin = None
+                    once = lambda twin: run(twin, *call.args, **call.kwargs)  # noqa: E731
+                    self._twin = twins.of(module, seen, recorder, device, once, needs)
+                    module, loop = self._twin.module, None
                 self._record(recorder, functools.partial(run, module), call.tensors, loop, only_reads)
-                self._twin = twin
         except Exception as error:  # whatever the client, a kernel or CUDA raises: the caller has its result already
             self.refuse(error)
         if site.declined() != declined:  # a kernel of the recording alone is being compiled: the next call is recorded
@@ -240,7 +243,7 @@ class CallKind:
             return
         results: list[Tensor] = []
         self._result_spec = flat(recording.result, tensors[0].device, results)
-        _check_result(self._result_spec)
+        check_result(self._result_spec)
         self._recording, self._rooms, self._results, self._calls = recording, rooms, results, calls
         self._places = [_Place(x, None if kept else gone) if i in self._still else None for i, x in enumerate(tensors)]
         self._facts, self._loop, self._is_kept = facts, loop, kept
@@ -282,12 +285,43 @@ class CallKind:
         for count, reason in self._calls:
             count.add(reason)
 
-    def check(self, results: Any, replayed: Any, device: torch.device, call_s: float, replay_s: float) -> None:
-        """Compare what a call returned with what a replay returned; and their seconds."""
-        call_tensors: list[Tensor] = []
-        replay_tensors: list[Tensor] = []
-        same = flat(results, device, call_tensors) == flat(replayed, device, replay_tensors)
-        if not same or not all(map(same_bits, call_tensors, replay_tensors)):
+    def try_out(
+        self,
+        recorder: Recorder,
+        run: Callable[..., Any],
+        seen: Seen,
+        call: Call,
+        result: Any,
+        undrawn: Tensor,
+        call_s: float,
+        loop: object | None,
+    ) -> None:
+        """Compare what a call returned with what replays return, and their seconds.
+
+        Args:
+            run: what the call ran.
+            result: of the call.
+            undrawn: the state of the random numbers before the call. Now it is that after it.
+            call_s: seconds of the call.
+        """
+        device = call.tensors[0].device
+        drawn = recorder.random_state(device)
+        recorder.set_random_state(device, undrawn)
+        self.replay(call.tensors, seen, loop)  # the first one also loads the graph
+        if not torch.equal(recorder.random_state(device), drawn):
+            raise NotCaptured("it draws other random numbers")
+        recorder.set_random_state(device, undrawn)
+        start = recorder.seconds(device)
+        replayed = self.replay(call.tensors, seen, loop)
+        self.judge(_is_same(result, replayed, device), call_s, recorder.seconds(device) - start)
+        if self.begins:  # as in another run
+            recorder.set_random_state(device, undrawn)
+            begun = self.replay(call.tensors, seen, loop, begins=True)
+            self.judge(_is_same(result, begun, device), math.inf, 0)
+
+    def judge(self, same: bool, call_s: float, replay_s: float) -> None:
+        """Use the recording from now on, or never, by what a comparison found."""
+        if not same:
             self.obstacle = "a replay of its recording returned something else"
         elif replay_s > GAIN * call_s:
             self.obstacle = "a replay of its recording is not faster"
@@ -296,14 +330,21 @@ class CallKind:
             self.drop()
 
 
+def _is_same(result: Any, replayed: Any, device: torch.device) -> bool:
+    """Return whether two results have the same bits."""
+    tensors: list[Tensor] = []
+    others: list[Tensor] = []
+    return flat(result, device, tensors) == flat(replayed, device, others) and all(map(same_bits, tensors, others))
+
+
 def _copy(rooms: list[Tensor | None], tensors: list[Tensor]) -> None:
     moved = [(x, y) for x, y in zip(rooms, tensors, strict=True) if x is not None]
     copied([x for x, _ in moved], [y for _, y in moved])
 
 
-def _check_result(spec: Spec) -> None:
+def check_result(spec: Spec) -> None:
     """Raise NotCaptured if something in a result is neither a tensor of its device nor a plain value."""
     if spec[0] == "unread":
         raise NotCaptured(f"a replay cannot return {spec[1]}")
     for part in spec[2:] if spec[0] in ("dict", "items", "partial") else ():
-        _check_result(part)
+        check_result(part)

@@ -8,7 +8,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch.utils import _pytree
 from evoattn.clients.graphs.trees import NotCaptured
 from evoattn.core import guards, keeping
 from evoattn.core.numerics import float32_products
+
+Recorded = TypeVar("Recorded")
 
 
 @dataclasses.dataclass
@@ -118,6 +120,25 @@ class Recorder:
         changes neither address nor version, so nobody would notice. anew: whether it makes all of that, and reads nothing that
         the running sampling has.
         """
+        return self._beside(run, device, draws, lambda side: self._record(run, side, once, anew))
+
+    def record_both(
+        self, forward: Callable[[], Any], backward: Callable[[Any], Any], device: torch.device
+    ) -> tuple[Recording, Recording]:
+        """Record a forward that autograd sees, and a function of its result that computes gradients.
+
+        The second recording replays what the first one left last. A forward may draw random numbers.
+        """
+
+        def run() -> Any:
+            return backward(forward())
+
+        return self._beside(run, device, True, lambda side: self._record_both(forward, backward, side))
+
+    def _beside(
+        self, run: Callable[[], Any], device: torch.device, draws: bool, record: Callable[[torch.cuda.Stream], Recorded]
+    ) -> Recorded:
+        """Look at what is to be recorded, then record on a stream of the recorder's."""
         current = torch.cuda.current_stream(device)
         side = self._streams.get(device)
         if side is None:
@@ -127,10 +148,31 @@ class Recorder:
             scout(run, device, draws)
             side.wait_stream(current)
             with torch.cuda.stream(side), self._capture_lock:
-                return self._record(run, side, once, anew)
+                return record(side)
         finally:
             self.set_random_state(device, before)
             current.wait_stream(side)
+
+    def _record_both(
+        self, forward: Callable[[], Any], backward: Callable[[Any], Any], side: torch.cuda.Stream
+    ) -> tuple[Recording, Recording]:
+        """Two graphs with one pool: the backward finds there what autograd saved. It casts nothing, as outside of autocast."""
+        pool, graphs = torch.cuda.graph_pool_handle(), (torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
+        broken = Recorder._broken
+        _make_room(side.device)
+        before = _reserved(side.device)
+
+        def is_valid() -> bool:
+            return Recorder._broken == broken
+
+        low = torch.autocast("cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), cache_enabled=False)
+        with _cleared():
+            with low, _capturing(graphs[0], pool, side):
+                result = forward()
+            with torch.autocast("cuda", enabled=False), _capturing(graphs[1], pool, side):
+                gradients = backward(result)
+        first = Recording(graphs[0].replay, result, is_valid, size=_reserved(side.device) - before)
+        return first, Recording(graphs[1].replay, gradients, is_valid)
 
     def _record(self, run: Callable[[], Any], side: torch.cuda.Stream, once: bool, anew: bool) -> Recording:
         """A graph, and one that makes `once` what the first one reads.

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import contextvars
 import itertools
-import math
 import threading
 import warnings
 import weakref
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from evoattn.clients import site
 from evoattn.clients.graphs.call_kinds import MOST_COPIED, Call, CallKind
+from evoattn.clients.graphs.gradients import GradientKind, is_recorded_elsewhere
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import Recorder
 from evoattn.clients.graphs.trees import NotCaptured, Spec, flat, same_bits
@@ -78,8 +78,8 @@ class Kinds(collections.OrderedDict[Any, CallKind]):
 class _Known:
     """A module as it was seen, and the kinds of its calls."""
 
-    def __init__(self, module: nn.Module, changes: int = 0) -> None:
-        self.seen, self.kinds = Seen(module), Kinds()
+    def __init__(self, module: nn.Module, changes: int = 0, trains: bool = False) -> None:
+        self.seen, self.kinds = Seen(module, trains), Kinds()
         self.changes = changes  # the last calls, in a row, that changed the module
         self.trusted: Run | None = None  # the run in which it is not looked at any more
 
@@ -87,13 +87,19 @@ class _Known:
         """Return whether a replay has stood for a call in the run that goes on."""
         return self.trusted is not None and self.trusted is current.get()
 
-    def holds(self) -> bool:
-        """Return whether the module is as it was seen. In a run it is not looked at once it is trusted."""
-        return self.is_trusted() or self.seen.holds()
+    def holds(self, shared: bool) -> bool:
+        """Return whether the module is as it was seen. In a run it is not looked at once it is trusted.
 
-    def is_left_alone(self) -> bool:
-        """Return whether the call that just ran left the module as it was. A call that fills a cache does not."""
-        same = self.seen.holds()
+        shared: whether its weights may have other values, because replays copy them.
+        """
+        return self.is_trusted() or (self.seen.is_alike() if shared else self.seen.holds())
+
+    def is_left_alone(self, at: list[int]) -> bool:
+        """Return whether the call that just ran left the module as it was. A call that fills a cache does not.
+
+        at: the addresses and versions of its weights before the call.
+        """
+        same = self.seen.holds(at)
         self.changes = 0 if same else self.changes + 1
         return same
 
@@ -177,8 +183,10 @@ class Steps:
         first = next(module.parameters(), None)
         if first is None or first.device.type != self._recorder.kind:
             return ELSEWHERE
-        if module.training:
+        if module.training and not self._shared:
             return "the module is in training mode"
+        if is_recorded_elsewhere():
+            return "recorded by others"
         if not guards.only_computes():
             return "torch compiles, traces or transforms them, or a mode is on"
         return "recorded by others" if self._recorder.is_recording() else ""
@@ -188,8 +196,8 @@ class Steps:
         known = self._known.get(module)
         if known is not None and known.changes >= _RESTLESS:
             return "it changes its modules", None, None
-        if known is None or not known.holds():  # weights were loaded, or a part was exchanged: recordings are of no use
-            known = self._known[module] = _Known(module, known.changes if known else 0)
+        if known is None or not known.holds(self._shared):  # a part was exchanged, say: recordings are of no use
+            known = self._known[module] = _Known(module, known.changes if known else 0, trains=self._shared)
             if self._shared:
                 self._join(known)
         seen, tensors = known.seen, call.tensors
@@ -201,14 +209,16 @@ class Steps:
             spec = flat((call.args, call.kwargs), seen.device, tensors)
         except NotCaptured as error:
             return str(error), None, None
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (*seen.weights, *tensors)):
+        needs = tuple(x.requires_grad for x in (*seen.weights, *tensors)) if torch.is_grad_enabled() else ()
+        if any(needs) and not self._shared:
             return "a gradient may be wanted", None, None
         if not tensors or not guards.ordinary(tensors):
             return "no argument is an ordinary tensor" if not tensors else "an argument is no ordinary tensor", None, None
-        key, kinds = (self._recorder.state(seen.device), spec), known.kinds
+        needs = needs if any(needs) else ()
+        key, kinds = (self._recorder.state(seen.device), spec, needs), known.kinds
         kind = kinds.get(key)
         if kind is None:
-            kind = kinds[key] = CallKind(spec, self._shared)
+            kind = kinds[key] = GradientKind(spec, needs) if needs else CallKind(spec, self._shared)
             if self._shared and sum(narrow_expanded(x).nbytes for x in tensors) > MOST_COPIED:
                 kind.obstacle = "many arguments, which keep a GPU busy"
             if len(kinds) > _LOOKED_AT:
@@ -226,13 +236,13 @@ class Steps:
 
     def _learn(self, module: nn.Module, known: _Known, kind: CallKind, call: Call, run: Run | None) -> Any:
         """Run a call as it is, and record it if one like it came before."""
-        before, declined = keeping.states(call.tensors), site.declined()
+        before, at, declined = keeping.states(call.tensors), known.seen.addresses(), site.declined()
         result = self._original(module, *call.args, **call.kwargs)
         if site.declined() != declined:  # the client computed a part, while its kernels are compiled
             return result
         if self._changed(kind.spec, before, call):
             kind.obstacle = "it changes its arguments"
-        elif known.is_left_alone() and kind.is_ready(call.tensors, run):
+        elif known.is_left_alone(at) and kind.is_ready(call.tensors, run):
             twins = known.kinds.twins if self._shared else None
             kind.record(self._recorder, self._original, module, known.seen, call, twins, run, only_reads=self._is_whole)
             self._drop_oldest()
@@ -252,27 +262,16 @@ class Steps:
         Its arguments have other values than those at the recording, so a recording that kept a value is found out.
         """
         device, recorder = call.tensors[0].device, self._recorder
-        before = [x.clone() for x in call.tensors]
+        before, at = [x.detach().clone() for x in call.tensors], known.seen.addresses()
         undrawn, start, declined = recorder.random_state(device), recorder.seconds(device), site.declined()
         result = self._original(module, *call.args, **call.kwargs)
-        drawn, middle = recorder.random_state(device), recorder.seconds(device)
-        if site.declined() != declined or not known.is_left_alone():
+        drawn, seconds = recorder.random_state(device), recorder.seconds(device) - start
+        if site.declined() != declined or not known.is_left_alone(at):
             return result
         try:
             if not all(map(same_bits, before, call.tensors)):  # written to where torch counts no versions
                 raise NotCaptured("it changes its arguments")
-            recorder.set_random_state(device, undrawn)
-            kind.replay(call.tensors, known.seen, run)  # the first one also loads the graph
-            if not torch.equal(recorder.random_state(device), drawn):
-                raise NotCaptured("it draws other random numbers")
-            recorder.set_random_state(device, undrawn)
-            between = recorder.seconds(device)
-            replayed = kind.replay(call.tensors, known.seen, run)
-            kind.check(result, replayed, device, middle - start, recorder.seconds(device) - between)
-            if kind.begins:  # as in another run
-                recorder.set_random_state(device, undrawn)
-                begun = kind.replay(call.tensors, known.seen, run, begins=True)
-                kind.check(result, begun, device, math.inf, 0)
+            kind.try_out(recorder, self._original, known.seen, call, result, undrawn, seconds, run)
         except Exception as error:  # there may be no memory for another result: the caller has one already
             kind.refuse(error)
         finally:

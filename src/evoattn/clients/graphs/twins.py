@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,19 @@ class Twin:
 
     Weights stay where they are that are not contiguous, are there twice, or are no multiple of 512 bytes: torch begins each
     tensor at one, and what kernels compute may depend on where a weight begins.
+
+    Args:
+        of: the module.
+        needs: whether each of its weights needs a gradient. None: no one does.
+
+    Attributes:
+        weights: in the order of `Seen.weights`.
     """
 
-    def __init__(self, of: nn.Module) -> None:
+    def __init__(self, of: nn.Module, needs: Sequence[bool] | None = None) -> None:
         with torch.inference_mode(False):  # its weights shall have versions
             self.module = copy.deepcopy(of).requires_grad_(False)
-            weights = Seen(self.module).weights
+            weights = self.weights = Seen(self.module).weights
             times = collections.Counter(map(id, weights))
             alone = [i for i, x in enumerate(weights) if times[id(x)] == 1 and _is_aligned(x)]
             self._parts: list[tuple[Tensor, list[int]]] = []
@@ -40,6 +47,8 @@ class Twin:
                 for i, part in zip(places, packed.split([weights[i].numel() for i in places]), strict=True):
                     weights[i].data = part.view(weights[i].shape)
                 self._parts.append((packed, places))
+        for weight, need in zip(weights, needs or (), strict=needs is not None):
+            weight.requires_grad_(need)
         self._others = [i for i in range(len(weights)) if i not in alone]
         self._targets = [weights[i] for i in self._others]
 
@@ -58,7 +67,7 @@ def _is_aligned(weight: Tensor) -> bool:
 
 
 class Twins:
-    """The twins of one structure, one for each state of a recorder, and so for each stream.
+    """The twins of one structure, one for each state of a recorder, and so for each stream, and for each choice of gradients.
 
     All recordings in a state read one twin, whatever the lengths of their calls. It is gone with the last of them.
     """
@@ -67,23 +76,29 @@ class Twins:
         self._twins: weakref.WeakValueDictionary[Any, Twin] = weakref.WeakValueDictionary()
 
     def of(
-        self, module: nn.Module, seen: Seen, recorder: Recorder, device: torch.device, run: Callable[[nn.Module], Any]
+        self,
+        module: nn.Module,
+        seen: Seen,
+        recorder: Recorder,
+        device: torch.device,
+        run: Callable[[nn.Module], Any],
+        needs: Sequence[bool] | None = None,
     ) -> Twin:
-        """The twin of this state, with the weights of a module that was `seen`.
+        """The twin of this state, with the weights of a module that was `seen`. needs: which of them need gradients.
 
         A new one is run once, so that what its layers make at the first call is there.
         """
-        state = recorder.state(device)
-        twin = self._twins.get(state)
+        key = recorder.state(device), needs and tuple(needs)
+        twin = self._twins.get(key)
         if twin is not None:
             twin.write(seen.weights)
             return twin
-        twin = Twin(module)
+        twin = Twin(module, needs)
         random = recorder.random_state(device)
         try:
             with taped([]):
                 run(twin.module)
         finally:
             recorder.set_random_state(device, random)
-        self._twins[state] = twin
+        self._twins[key] = twin
         return twin

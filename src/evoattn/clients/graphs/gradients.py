@@ -1,0 +1,299 @@
+"""Recordings of calls that autograd differentiates: a graph of the forward, and one of the backward.
+
+The backward reads what the last forward left in the memory of its graph. So it follows that forward at once, as a checkpoint
+has it, or the forward is replayed once more before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from evoattn.clients.graphs.call_kinds import Call, CallKind, check_result
+from evoattn.clients.graphs.modules import Seen
+from evoattn.clients.graphs.recorder import Recorder, Recording
+from evoattn.clients.graphs.trees import NotCaptured, Spec, copied, flat, nested, room_for, same_bits
+from evoattn.clients.graphs.twins import Twin
+from evoattn.clients.site import Count, taped
+
+_NEAR = 1e-2
+"""The largest relative difference, by the L2 norm, of a gradient of a replay. Kernels that add in no fixed order differ by
+less; one that read a value of an earlier call differs by more."""
+
+_recorder: int | None = None
+"""The thread that records a backward, or compares one. Another thread may compute it, and waits for nobody then."""
+
+
+def is_recorded_elsewhere() -> bool:
+    """Return whether another thread records a backward, which this thread may be computing."""
+    return _recorder is not None and _recorder != threading.get_ident()
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Record or compare a backward in this thread. Whatever autograd saves inside is of no interest to the caller's hooks."""
+    global _recorder
+    before, _recorder = _recorder, threading.get_ident()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            yield
+    finally:
+        _recorder = before
+
+
+class _Made(NamedTuple):
+    """What a forward made: its result, and room for the cotangents, which each replay of the backward reads."""
+
+    spec: Spec
+    results: list[Tensor]
+    cotangents: list[Tensor]
+
+
+class Passes:
+    """A recorded forward and its backward.
+
+    Args:
+        spec: of the arguments.
+        needs: whether each weight and each tensor of the arguments needs a gradient.
+        run: a call of the twin.
+        twin: whose weights the graphs read.
+        tensors: of a call.
+
+    Attributes:
+        result_spec: of its result.
+        differentiable: whether each tensor of the result has a gradient.
+        rooms: where replays read the arguments.
+        calls: that were taped in the forward.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        run: Callable[..., Any],
+        spec: Spec,
+        needs: tuple[bool, ...],
+        twin: Twin,
+        tensors: list[Tensor],
+    ) -> None:
+        self.spec, self._twin, self._recorder, self._device = spec, twin, recorder, tensors[0].device
+        self._turn = 0  # of the forward whose intermediate results are there; 0: none
+        self._turns = 0
+        self._lock = threading.Lock()
+        self.calls: list[tuple[Count, str]] = []
+        self.rooms = _copies(tensors, needs[len(twin.weights) :])
+        sources = [x for x, need in zip((*twin.weights, *self.rooms), needs, strict=True) if need]
+
+        def forward() -> _Made:
+            self.calls.clear()
+            args, kwargs = nested(spec, iter(self.rooms))
+            results: list[Tensor] = []
+            with taped(self.calls):
+                result_spec = flat(run(*args, **kwargs), self._device, results)
+            return _Made(result_spec, results, [torch.empty_like(x) for x in results if x.requires_grad])
+
+        def backward(made: _Made) -> tuple[Tensor | None, ...]:
+            outputs = [x for x in made.results if x.requires_grad]
+            return torch.autograd.grad(outputs, sources, made.cotangents, allow_unused=True)
+
+        with torch.enable_grad():
+            self._forward, self._backward = recorder.record_both(forward, backward, self._device)
+        made: _Made = self._forward.result
+        check_result(made.spec)
+        self.result_spec, self._cotangents = made.spec, made.cotangents
+        self.differentiable = [x.requires_grad for x in made.results]
+        self._results = [x.detach() for x in made.results]
+        gradients = iter(self._backward.result)
+        self._gradients = [next(gradients) if need else None for need in needs]
+        self._forward.result = None  # with the graph of autograd
+
+    @property
+    def recording(self) -> Recording:
+        """That of the forward, with the bytes of both."""
+        return self._forward
+
+    def random_state(self) -> Tensor:
+        return self._recorder.random_state(self._device)
+
+    @torch.no_grad()
+    def forward(self, weights: list[Tensor], tensors: list[Tensor]) -> tuple[list[Tensor], int]:
+        """Replay the forward of a call. Return its results, and the turn that its backward names."""
+        with self._lock:
+            return self._replay(weights, tensors)
+
+    def _replay(self, weights: list[Tensor], tensors: list[Tensor]) -> tuple[list[Tensor], int]:
+        self._twin.write(weights)
+        copied(self.rooms, tensors)
+        self._forward.replay()
+        self._turns += 1
+        self._turn = self._turns
+        results = [room_for(x) for x in self._results]  # strides stay, on which later kernels may depend
+        copied(results, self._results)
+        return results, self._turn
+
+    @torch.no_grad()
+    def backward(
+        self, turn: int, state: Tensor, weights: list[Tensor], tensors: list[Tensor], cotangents: list[Tensor]
+    ) -> list[Tensor | None]:
+        """Replay the backward of a call. The forward is replayed before it, with its random numbers, unless it was the last.
+
+        Args:
+            turn: of the forward.
+            state: that the random numbers had before it.
+            weights, tensors: its inputs.
+            cotangents: gradients of the results that have one.
+
+        Raises:
+            RuntimeError: the forward cannot be replayed any more.
+        """
+        with self._lock:
+            if self._turn != turn:
+                if not self._forward.is_valid():
+                    raise RuntimeError(
+                        "a recording failed between the forward and the backward of a call, so it has no backward any more; "
+                        "run the step again"
+                    )
+                now = self.random_state()
+                self._recorder.set_random_state(self._device, state)
+                self._replay(weights, tensors)
+                self._recorder.set_random_state(self._device, now)
+            copied(self._cotangents, cotangents)
+            self._turn = 0  # the backward overwrites what the forward left
+            self._backward.replay()
+            gradients = [None if x is None else room_for(x) for x in self._gradients]
+            moved = [(x, y) for x, y in zip(gradients, self._gradients, strict=True) if x is not None and y is not None]
+            copied([x for x, _ in moved], [y for _, y in moved])
+            return gradients
+
+
+class _Replayed(torch.autograd.Function):
+    """The results of a replay, as functions of all weights and of the tensors of the arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, passes: Passes, count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.passes, ctx.count, ctx.state = passes, count, passes.random_state()
+        results, ctx.turn = passes.forward(list(inputs[:count]), list(inputs[count:]))
+        ctx.save_for_backward(*inputs)
+        ctx.mark_non_differentiable(*(x for x, has in zip(results, passes.differentiable, strict=True) if not has))
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        passes: Passes = ctx.passes
+        inputs = list(ctx.saved_tensors)
+        wanted = [x for x, has in zip(cotangents, passes.differentiable, strict=True) if has]
+        found = passes.backward(ctx.turn, ctx.state, inputs[: ctx.count], inputs[ctx.count :], wanted)
+        return None, None, *found
+
+
+class GradientKind(CallKind):
+    """Calls with one `Spec` that autograd differentiates by the same weights and arguments.
+
+    Args:
+        spec: of the arguments.
+        needs: whether each weight, in the order of `Seen.weights`, and each tensor of the arguments needs a gradient.
+    """
+
+    def __init__(self, spec: Spec, needs: tuple[bool, ...]) -> None:
+        self._passes: Passes | None = None
+        super().__init__(spec, copies=True)
+        self.needs = needs
+
+    def drop(self, *_: Any) -> None:
+        super().drop()
+        self._passes = None  # a backward that is still to come keeps it
+
+    def record(self, recorder: Recorder, run: Callable[..., Any], *args: Any, **options: Any) -> None:
+        with _recording():
+            super().record(recorder, run, *args, **options)
+
+    def _record(
+        self,
+        recorder: Recorder,
+        run: Callable[..., Any],
+        tensors: list[Tensor],
+        loop: object | None,
+        only_reads: bool,
+    ) -> None:
+        assert self._twin is not None
+        passes = Passes(recorder, run, self.spec, self.needs, self._twin, tensors)
+        self._passes, self._recording, self._calls = passes, passes.recording, passes.calls
+        self._rooms = list(passes.rooms)
+        self._places = [None] * len(tensors)
+        self._recordings += 1
+
+    def replay(self, tensors: list[Tensor], seen: Seen, loop: object | None, begins: bool = False) -> Any:
+        """Replay the call, and return its result, which autograd differentiates."""
+        assert self._passes is not None
+        weights = seen.weights
+        results = _Replayed.apply(self._passes, len(weights), *weights, *tensors)  # type: ignore[no-untyped-call]
+        return nested(self._passes.result_spec, iter(results))
+
+    def try_out(
+        self,
+        recorder: Recorder,
+        run: Callable[..., Any],
+        seen: Seen,
+        call: Call,
+        result: Any,
+        undrawn: Tensor,
+        call_s: float,
+        loop: object | None,
+    ) -> None:
+        """Compare results, and gradients by random cotangents, with those of the twin; and the seconds of both passes."""
+        assert self._passes is not None and self._twin is not None
+        passes, weights, device = self._passes, seen.weights, call.tensors[0].device
+        drawn = recorder.random_state(device)
+        with _recording():
+            recorder.set_random_state(device, undrawn)
+            passes.forward(weights, call.tensors)  # loads the graph; the twin has the weights of the module now
+            if not torch.equal(recorder.random_state(device), drawn):
+                raise NotCaptured("it draws other random numbers")
+            start = recorder.seconds(device)
+            recorder.set_random_state(device, undrawn)
+            expected, cotangents = self._by_twin(run, call, device)
+            middle = recorder.seconds(device)
+            recorder.set_random_state(device, undrawn)
+            state = recorder.random_state(device)
+            replayed, turn = passes.forward(weights, call.tensors)
+            gradients = passes.backward(turn, state, weights, call.tensors, cotangents)
+            end = recorder.seconds(device)
+        tensors: list[Tensor] = []
+        same = flat(result, device, tensors) == passes.result_spec and all(map(same_bits, tensors, replayed))
+        self.judge(same and all(map(_is_near, gradients, expected)), middle - start, end - middle)
+
+    def _by_twin(self, run: Callable[..., Any], call: Call, device: torch.device) -> tuple[list[Tensor | None], list[Tensor]]:
+        """The gradients of the twin, None for those that are not needed, by cotangents that are returned too."""
+        assert self._twin is not None
+        weights = self._twin.weights
+        tensors = _copies(call.tensors, self.needs[len(weights) :])
+        args, kwargs = nested(self.spec, iter(tensors))
+        results: list[Tensor] = []
+        with taped([]), torch.enable_grad():
+            flat(run(self._twin.module, *args, **kwargs), device, results)
+        outputs = [x for x in results if x.requires_grad]
+        cotangents = [torch.randn_like(x) for x in outputs]
+        sources = [x for x, need in zip((*weights, *tensors), self.needs, strict=True) if need]
+        found = iter(torch.autograd.grad(outputs, sources, cotangents, allow_unused=True))
+        return [next(found) if need else None for need in self.needs], cotangents
+
+
+@torch.no_grad()
+def _copies(tensors: list[Tensor], needs: tuple[bool, ...]) -> list[Tensor]:
+    """Copies of tensors, leaves of a graph of autograd, of which some need a gradient."""
+    rooms = [room_for(x) for x in tensors]
+    copied(rooms, tensors)
+    return [room.requires_grad_(need) for room, need in zip(rooms, needs, strict=True)]
+
+
+def _is_near(x: Tensor | None, y: Tensor | None) -> bool:
+    """Return whether two gradients are the same but for rounding."""
+    if x is None or y is None:
+        return x is y
+    return bool((x - y).norm() <= _NEAR * y.norm()) or same_bits(x, y)

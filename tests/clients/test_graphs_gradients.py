@@ -1,0 +1,234 @@
+"""Blocks whose calls autograd differentiates, replayed from recordings of both passes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from evoattn.clients.graphs import FIRST, gradients
+from tests.clients.recording import Trunk, draw
+
+
+class Trained(Trunk):
+    """A trunk in training mode, and a copy of it that is computed as it was."""
+
+    def __init__(self, blocks: int = 6) -> None:
+        super().__init__(blocks)
+        self.twin = [copy.deepcopy(block).train() for block in self.blocks]
+        for block in self.blocks:
+            block.train()
+
+    def step(self, seed: int, run: Callable[..., Tensor] = lambda block, *args: block(*args), length: int = 3) -> None:
+        """The gradients of both are the same, and both leave the same random numbers."""
+        mask = torch.ones(length, 1)
+        found = []
+        for blocks, way in ((self.blocks, run), (self.twin, lambda block, *args: block.original(*args))):
+            torch.manual_seed(seed)
+            x = draw(seed, length, 4).requires_grad_()
+            y = x
+            for block in blocks:
+                y = way(block, y, mask)
+            (y * draw(seed + 1, length, 4)).sum().backward()
+            weights = [p for block in blocks for p in block.parameters()]
+            found.append([y.detach(), x.grad, *(p.grad for p in weights), torch.get_rng_state()])
+            for p in weights:
+                p.grad = None
+        for a, b in zip(*found, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+
+    def update(self, scale: float) -> None:
+        """Change all weights, as an optimizer does."""
+        with torch.no_grad():
+            for blocks in (self.blocks, self.twin):
+                for block in blocks:
+                    for weight in block.parameters():
+                        weight.mul_(scale)
+
+
+def saved(block: nn.Module, *args: Any, reentrant: bool = True) -> Tensor:
+    return checkpoint(block, *args, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+
+WAYS = {
+    "all kept": lambda block, *args: block(*args),
+    "reentrant checkpoint": saved,
+    "other checkpoint": lambda *args: saved(*args, reentrant=False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_of_a_trunk_have_the_gradients_of_the_originals(way: str) -> None:
+    trunk = Trained()
+    for seed in range(3):
+        trunk.step(10 * seed, WAYS[way])
+        trunk.update(0.9)
+    assert not set(trunk.count.passed_on) - {FIRST}
+    assert trunk.recorder.recorded == (2 if way == "reentrant checkpoint" else 1), "checkpoints have a forward of their own"
+    assert trunk.count.replaced >= 12
+
+
+def test_a_length_of_its_own_has_its_own_recording() -> None:
+    trunk = Trained()
+    for seed, length in enumerate((3, 5, 3, 5)):
+        trunk.step(seed, length=length)
+    assert trunk.recorder.recorded == 2
+
+
+def test_the_forward_is_replayed_before_a_backward_only_if_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk, forwards = Trained(1), []
+    [block] = trunk.blocks
+    for seed in range(3):
+        trunk.step(seed)
+    replay = gradients.Passes._replay
+    monkeypatch.setattr(gradients.Passes, "_replay", lambda *args: forwards.append(1) or replay(*args))
+    first, second = (block(draw(seed).requires_grad_(), trunk.mask).sum() for seed in (1, 2))
+    second.backward()
+    assert len(forwards) == 2, "nothing came between"
+    first.backward(retain_graph=True)
+    assert len(forwards) == 3
+    first.backward()
+    assert len(forwards) == 4, "the backward before has overwritten it"
+
+
+def test_a_graph_that_is_kept_gives_the_same_gradients_twice() -> None:
+    trunk = Trained(1)
+    [block] = trunk.blocks
+    for seed in range(3):
+        trunk.step(seed)
+    x = draw(7).requires_grad_()
+    y = block(x, trunk.mask)
+    found = [torch.autograd.grad(y, [x, *block.parameters()], draw(8), retain_graph=True) for _ in range(2)]
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("frozen", ["weights", "the input", "one weight"])
+def test_what_is_frozen_has_no_gradient(frozen: str) -> None:
+    trunk = Trained(3)
+    for block in trunk.blocks:
+        for name, weight in block.named_parameters():
+            weight.requires_grad_(frozen == "the input" or (frozen == "one weight" and name != "product.weight"))
+    for seed in range(3):
+        x = draw(seed).requires_grad_(frozen != "the input")
+        y = x
+        for block in trunk.blocks:
+            block.zero_grad()
+            y = block(y, trunk.mask)
+        y.sum().backward()
+        assert (x.grad is None) == (frozen == "the input")
+        for name, weight in trunk.blocks[0].named_parameters():
+            assert (weight.grad is None) == (not weight.requires_grad or name == "offset")
+    assert trunk.count.replaced >= 3
+
+
+def test_gradients_add_up_and_hooks_of_weights_run() -> None:
+    trunk = Trained(1)
+    [block] = trunk.blocks
+    for seed in range(3):
+        trunk.step(seed)
+    weight, seen = block.product.weight, []
+    handle = weight.register_hook(lambda g: seen.append(g) or 2 * g)
+    for _ in range(2):
+        block(draw(1), trunk.mask).sum().backward()
+    handle.remove()
+    assert len(seen) == 2 and torch.equal(weight.grad, 2 * (seen[0] + seen[1]))
+
+
+def test_an_input_that_is_written_to_raises_as_torch_does() -> None:
+    trunk = Trained(1)
+    for seed in range(3):
+        trunk.step(seed)
+    x = draw(1).requires_grad_()
+    moved = x * 1
+    y = trunk.blocks[0](moved, trunk.mask).sum()
+    moved.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    y = trunk.blocks[0](x * 1, trunk.mask).sum()
+    with torch.no_grad():
+        trunk.blocks[0].product.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_second_derivatives_are_refused() -> None:
+    trunk = Trained(1)
+    for seed in range(3):
+        trunk.step(seed)
+    x = draw(1).requires_grad_()
+    (dx,) = torch.autograd.grad(trunk.blocks[0](x, trunk.mask).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_a_recording_that_was_dropped_still_has_its_backward() -> None:
+    trunk = Trained(1)
+    for seed in range(3):
+        trunk.step(seed)
+    x = draw(1).requires_grad_()
+    y = trunk.blocks[0](x, trunk.mask)
+    [passes] = [weakref.ref(kind._passes) for kinds in trunk.steps._kinds.values() for kind in kinds.values()]  # type: ignore[attr-defined]
+    trunk.steps.release()
+    y.sum().backward()
+    assert x.grad is not None
+    del y
+    gc.collect()
+    assert passes() is None
+
+
+def test_a_backward_whose_forward_is_lost_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk = Trained(1)
+    for seed in range(3):
+        trunk.step(seed)
+    first, _ = (trunk.blocks[0](draw(seed).requires_grad_(), trunk.mask).sum() for seed in (1, 2))
+    [passes] = [kind._passes for kinds in trunk.steps._kinds.values() for kind in kinds.values()]  # type: ignore[attr-defined]
+    monkeypatch.setattr(passes._forward, "is_valid", lambda: False)
+    with pytest.raises(RuntimeError, match="run the step again"):
+        first.backward()
+
+
+@pytest.mark.parametrize("wrong", ["a gradient", "a result", "random numbers"])
+def test_a_recording_that_does_something_else_is_not_used(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk = Trained()
+    forward, backward = gradients.Passes.forward, gradients.Passes.backward
+
+    def other_forward(self: Any, *args: Any) -> Any:
+        if wrong == "random numbers":
+            torch.rand(1)
+        results, turn = forward(self, *args)
+        return [x + (wrong == "a result") for x in results], turn
+
+    def other_backward(self: Any, *args: Any) -> Any:
+        return [None if x is None else x * (1.1 if wrong == "a gradient" else 1.0) for x in backward(self, *args)]
+
+    monkeypatch.setattr(gradients.Passes, "forward", other_forward)
+    monkeypatch.setattr(gradients.Passes, "backward", other_backward)
+    for seed in range(3):
+        trunk.step(seed)
+    why = "it draws other random numbers" if wrong == "random numbers" else "a replay of its recording returned something else"
+    assert trunk.count.replaced == 0 and trunk.count.passed_on[why] == 18 - 3
+
+
+def test_a_replay_that_is_not_faster_is_not_used() -> None:
+    trunk = Trained()
+    trunk.recorder.takes = [*itertools.repeat(1.0, 40)]
+    for seed in range(2):
+        trunk.step(seed)
+    assert trunk.count.replaced == 0 and trunk.count.passed_on["a replay of its recording is not faster"] == 12 - 3
+
+
+def test_other_threads_compute_as_they_are_while_a_backward_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd may compute a backward in a thread of its own, for which the recording one waits."""
+    trunk = Trained(1)
+    monkeypatch.setattr(gradients, "_recorder", -1)
+    trunk.step(1)
+    assert trunk.count.passed_on == {"recorded by others": 1}

@@ -7,7 +7,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from evoattn.clients.graphs import FIRST, gradients
-from tests.clients.recording import Trunk, draw
+from tests.clients.recording import Block, Trunk, draw
 
 
 class Trained(Trunk):
@@ -216,6 +216,38 @@ def test_a_recording_that_does_something_else_is_not_used(wrong: str, monkeypatc
         trunk.step(seed)
     why = "it draws other random numbers" if wrong == "random numbers" else "a replay of its recording returned something else"
     assert trunk.count.replaced == 0 and trunk.count.passed_on[why] == 18 - 3
+
+
+class Saving(torch.autograd.Function):
+    """x, which its backward reads."""
+
+    results: ClassVar[list[weakref.ref[Tensor]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = x.clone()
+        ctx.save_for_backward(result)
+        Saving.results.append(weakref.ref(result))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:
+        return dx + 0 * ctx.saved_tensors[0]
+
+
+def test_a_recording_keeps_no_nodes_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They know the stream that they were made on. A result that its own function saves would keep itself."""
+    trunk, original = Trained(2), Block.original
+    monkeypatch.setattr(trunk.steps, "_original", lambda self, *args: Saving.apply(original(self, *args)))
+    gc.collect()
+    gc.disable()
+    try:
+        for seed in range(3):
+            trunk.step(seed)
+        alive = [x for x in Saving.results if x() is not None]
+    finally:
+        gc.enable()
+    assert trunk.count.replaced and len(alive) <= 2, "those of the recording itself"
 
 
 def test_a_replay_that_is_not_faster_is_not_used() -> None:

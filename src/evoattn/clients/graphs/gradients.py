@@ -37,11 +37,15 @@ def is_recorded_elsewhere() -> bool:
 
 @contextlib.contextmanager
 def _recording() -> Iterator[None]:
-    """Record or compare a backward in this thread. Whatever autograd saves inside is of no interest to the caller's hooks."""
+    """Record or compare a backward in this thread. Whatever autograd saves inside is of no interest to the caller's hooks.
+
+    A result that its own function saves is detached: else they would keep each other, and with them nodes of autograd that
+    belong to another stream, which a recording cannot wait for.
+    """
     global _recorder
     before, _recorder = _recorder, threading.get_ident()
     try:
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
             yield
     finally:
         _recorder = before

@@ -1,8 +1,9 @@
-"""Blocks whose calls autograd differentiates, replayed from recordings of both passes."""
+"""Blocks that a checkpoint computes again, replayed from recordings of both passes."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import itertools
 import weakref
@@ -11,11 +12,15 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from evoattn.clients.graphs import FIRST, gradients
 from tests.clients.recording import Block, Trunk, draw
+
+
+def saved(run: Callable[..., Any], *args: Any, reentrant: bool = True) -> Any:
+    return checkpoint(run, *args, use_reentrant=reentrant)
 
 
 class Trained(Trunk):
@@ -27,7 +32,7 @@ class Trained(Trunk):
         for block in self.blocks:
             block.train()
 
-    def step(self, seed: int, run: Callable[..., Tensor] = lambda block, *args: block(*args), length: int = 3) -> None:
+    def step(self, seed: int, run: Callable[..., Tensor] = saved, length: int = 3) -> None:
         """The gradients of both are the same, and both leave the same random numbers."""
         mask = torch.ones(length, 1)
         found = []
@@ -45,6 +50,18 @@ class Trained(Trunk):
         for a, b in zip(*found, strict=True):
             assert (a is None and b is None) or torch.equal(a, b)
 
+    def settled(self) -> gradients.GradientKind:
+        """The kind of calls that autograd sees, after three steps."""
+        for seed in range(3):
+            self.step(seed)
+        [kind] = [x for kinds in self.steps._kinds.values() for x in kinds.values() if isinstance(x, gradients.GradientKind)]
+        assert kind.checked
+        return kind
+
+    def replayed(self, kind: gradients.GradientKind, x: Tensor) -> Tensor:
+        """A replay for the first block, outside of a checkpoint."""
+        return kind.replay([x, self.mask], self.steps._known[self.blocks[0]].seen, None)  # type: ignore[no-any-return]
+
     def update(self, scale: float) -> None:
         """Change all weights, as an optimizer does."""
         with torch.no_grad():
@@ -54,129 +71,124 @@ class Trained(Trunk):
                         weight.mul_(scale)
 
 
-def saved(block: nn.Module, *args: Any, reentrant: bool = True) -> Tensor:
-    return checkpoint(block, *args, use_reentrant=reentrant)  # type: ignore[no-any-return]
-
-
-WAYS = {
-    "all kept": lambda block, *args: block(*args),
-    "reentrant checkpoint": saved,
-    "other checkpoint": lambda *args: saved(*args, reentrant=False),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_steps_of_a_trunk_have_the_gradients_of_the_originals(way: str) -> None:
+def test_steps_of_a_trunk_have_the_gradients_of_the_originals() -> None:
     trunk = Trained()
     for seed in range(3):
-        trunk.step(10 * seed, WAYS[way])
+        trunk.step(10 * seed)
         trunk.update(0.9)
-    assert not set(trunk.count.passed_on) - {FIRST}
-    assert trunk.recorder.recorded == (2 if way == "reentrant checkpoint" else 1), "checkpoints have a forward of their own"
-    assert trunk.count.replaced >= 12
+    assert trunk.count.passed_on == {FIRST: 6} and trunk.count.replaced == 3 * 12 - 6
+    assert trunk.recorder.recorded == 2, "the forward without gradients, and both passes"
+
+
+@pytest.mark.parametrize("reentrant", [False, None])
+def test_other_calls_that_autograd_sees_run_as_they_were(reentrant: bool | None) -> None:
+    """A checkpoint that is not reentrant counts what its first forward saved. Without one the backward comes later."""
+    trunk = Trained()
+    run = functools.partial(saved, reentrant=False) if reentrant is False else lambda block, *args: block(*args)
+    for seed in range(3):
+        trunk.step(seed, run)
+    assert set(trunk.count.passed_on) == {"a gradient may be wanted"} and not trunk.recorder.recorded
+
+
+def test_hooks_that_see_what_is_saved_see_what_the_original_saves() -> None:
+    trunk, seen = Trained(), list[Tensor]()
+    for seed in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x.detach(), lambda x: x):
+            trunk.step(seed)
+    assert seen and trunk.count.passed_on["a gradient may be wanted"] == 18
 
 
 def test_a_length_of_its_own_has_its_own_recording() -> None:
     trunk = Trained()
     for seed, length in enumerate((3, 5, 3, 5)):
         trunk.step(seed, length=length)
-    assert trunk.recorder.recorded == 2
+    assert trunk.recorder.recorded == 4
 
 
 def test_the_forward_is_replayed_before_a_backward_only_if_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    trunk, forwards = Trained(1), []
-    [block] = trunk.blocks
+    """Here two blocks are computed again together."""
+    trunk, forwards = Trained(2), list[int]()
     for seed in range(3):
         trunk.step(seed)
     replay = gradients.Passes._replay
     monkeypatch.setattr(gradients.Passes, "_replay", lambda *args: forwards.append(1) or replay(*args))
-    first, second = (block(draw(seed).requires_grad_(), trunk.mask).sum() for seed in (1, 2))
-    second.backward()
-    assert len(forwards) == 2, "nothing came between"
-    first.backward(retain_graph=True)
-    assert len(forwards) == 3
-    first.backward()
-    assert len(forwards) == 4, "the backward before has overwritten it"
+    expected = []
+    for together in (False, True):
+        torch.manual_seed(0)
+        x = draw(7).requires_grad_()
+        if together:
+            y = saved(lambda x: trunk.blocks[1](trunk.blocks[0](x, trunk.mask), trunk.mask), x)
+        else:
+            y = saved(trunk.blocks[1], saved(trunk.blocks[0], x, trunk.mask), trunk.mask)
+        y.square().sum().backward()
+        expected.append(x.grad)
+        assert len(forwards) == (5 if together else 2), "the second time one more"
+    assert torch.equal(*expected)  # type: ignore[arg-type]
 
 
-def test_a_graph_that_is_kept_gives_the_same_gradients_twice() -> None:
-    trunk = Trained(1)
-    [block] = trunk.blocks
-    for seed in range(3):
-        trunk.step(seed)
-    x = draw(7).requires_grad_()
-    y = block(x, trunk.mask)
-    found = [torch.autograd.grad(y, [x, *block.parameters()], draw(8), retain_graph=True) for _ in range(2)]
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("frozen", ["weights", "the input", "one weight"])
+@pytest.mark.parametrize("frozen", ["weights", "one weight"])
 def test_what_is_frozen_has_no_gradient(frozen: str) -> None:
     trunk = Trained(3)
     for block in trunk.blocks:
         for name, weight in block.named_parameters():
-            weight.requires_grad_(frozen == "the input" or (frozen == "one weight" and name != "product.weight"))
+            weight.requires_grad_(frozen == "one weight" and name != "product.weight")
     for seed in range(3):
-        x = draw(seed).requires_grad_(frozen != "the input")
-        y = x
+        x = y = draw(seed).requires_grad_()
         for block in trunk.blocks:
             block.zero_grad()
-            y = block(y, trunk.mask)
+            y = saved(block, y, trunk.mask)
         y.sum().backward()
-        assert (x.grad is None) == (frozen == "the input")
-        for name, weight in trunk.blocks[0].named_parameters():
-            assert (weight.grad is None) == (not weight.requires_grad or name == "offset")
-    assert trunk.count.replaced >= 3
+        assert x.grad is not None
+        for weight in trunk.blocks[0].parameters():
+            assert (weight.grad is None) == (not weight.requires_grad)
+    assert trunk.count.replaced == 18 - 6
 
 
 def test_gradients_add_up_and_hooks_of_weights_run() -> None:
     trunk = Trained(1)
-    [block] = trunk.blocks
-    for seed in range(3):
-        trunk.step(seed)
-    weight, seen = block.product.weight, []
+    kind = trunk.settled()
+    weight, seen = trunk.blocks[0].product.weight, list[Tensor]()
     handle = weight.register_hook(lambda g: seen.append(g) or 2 * g)
     for _ in range(2):
-        block(draw(1), trunk.mask).sum().backward()
+        trunk.replayed(kind, draw(1)).sum().backward()
     handle.remove()
     assert len(seen) == 2 and torch.equal(weight.grad, 2 * (seen[0] + seen[1]))
 
 
-def test_an_input_that_is_written_to_raises_as_torch_does() -> None:
+def test_a_graph_that_is_kept_gives_the_same_gradients_twice() -> None:
     trunk = Trained(1)
-    for seed in range(3):
-        trunk.step(seed)
-    x = draw(1).requires_grad_()
-    moved = x * 1
-    y = trunk.blocks[0](moved, trunk.mask).sum()
-    moved.detach().add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward()
-    y = trunk.blocks[0](x * 1, trunk.mask).sum()
+    kind = trunk.settled()
+    x, weight = draw(7).requires_grad_(), trunk.blocks[0].product.weight
+    y = trunk.replayed(kind, x)
+    first, second = (torch.autograd.grad(y, [x, weight], draw(8), retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("which", ["the input", "a weight"])
+def test_what_is_written_to_raises_as_torch_does(which: str) -> None:
+    trunk = Trained(1)
+    kind = trunk.settled()
+    x = draw(1).requires_grad_() * 1
+    y = trunk.replayed(kind, x).sum()
     with torch.no_grad():
-        trunk.blocks[0].product.weight.mul_(2)
+        (x.detach() if which == "the input" else trunk.blocks[0].product.weight).mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
 
 
 def test_second_derivatives_are_refused() -> None:
     trunk = Trained(1)
-    for seed in range(3):
-        trunk.step(seed)
     x = draw(1).requires_grad_()
-    (dx,) = torch.autograd.grad(trunk.blocks[0](x, trunk.mask).square().sum(), x, create_graph=True)
+    (dx,) = torch.autograd.grad(trunk.replayed(trunk.settled(), x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
 
 
 def test_a_recording_that_was_dropped_still_has_its_backward() -> None:
     trunk = Trained(1)
-    for seed in range(3):
-        trunk.step(seed)
-    x = draw(1).requires_grad_()
-    y = trunk.blocks[0](x, trunk.mask)
-    [passes] = [weakref.ref(kind._passes) for kinds in trunk.steps._kinds.values() for kind in kinds.values()]  # type: ignore[attr-defined]
+    kind, x = trunk.settled(), draw(1).requires_grad_()
+    y, passes = trunk.replayed(kind, x), weakref.ref(kind._passes)  # type: ignore[arg-type]
+    kind.drop()
     trunk.steps.release()
     y.sum().backward()
     assert x.grad is not None
@@ -187,11 +199,10 @@ def test_a_recording_that_was_dropped_still_has_its_backward() -> None:
 
 def test_a_backward_whose_forward_is_lost_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     trunk = Trained(1)
-    for seed in range(3):
-        trunk.step(seed)
-    first, _ = (trunk.blocks[0](draw(seed).requires_grad_(), trunk.mask).sum() for seed in (1, 2))
-    [passes] = [kind._passes for kinds in trunk.steps._kinds.values() for kind in kinds.values()]  # type: ignore[attr-defined]
-    monkeypatch.setattr(passes._forward, "is_valid", lambda: False)
+    kind = trunk.settled()
+    first, _ = (trunk.replayed(kind, draw(seed).requires_grad_()).sum() for seed in (1, 2))
+    assert kind._passes is not None
+    monkeypatch.setattr(kind._passes._forward, "is_valid", lambda: False)
     with pytest.raises(RuntimeError, match="run the step again"):
         first.backward()
 
@@ -215,7 +226,7 @@ def test_a_recording_that_does_something_else_is_not_used(wrong: str, monkeypatc
     for seed in range(3):
         trunk.step(seed)
     why = "it draws other random numbers" if wrong == "random numbers" else "a replay of its recording returned something else"
-    assert trunk.count.replaced == 0 and trunk.count.passed_on[why] == 18 - 3
+    assert trunk.count.replaced == 18 - 3 and trunk.count.passed_on[why] == 18 - 3
 
 
 class Saving(torch.autograd.Function):
@@ -255,7 +266,7 @@ def test_a_replay_that_is_not_faster_is_not_used() -> None:
     trunk.recorder.takes = [*itertools.repeat(1.0, 40)]
     for seed in range(2):
         trunk.step(seed)
-    assert trunk.count.replaced == 0 and trunk.count.passed_on["a replay of its recording is not faster"] == 12 - 3
+    assert trunk.count.replaced == 0 and trunk.count.passed_on["a replay of its recording is not faster"] == 2 * (12 - 3)
 
 
 def test_other_threads_compute_as_they_are_while_a_backward_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,4 +274,13 @@ def test_other_threads_compute_as_they_are_while_a_backward_is_recorded(monkeypa
     trunk = Trained(1)
     monkeypatch.setattr(gradients, "_recorder", -1)
     trunk.step(1)
-    assert trunk.count.passed_on == {"recorded by others": 1}
+    assert trunk.count.passed_on == {"recorded by others": 2}
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_a_gradient_that_is_nothing_but_rounding_may_be_another_one(noise: float) -> None:
+    true, generator = draw(1), torch.Generator().manual_seed(0)
+    y, again, other = (true + noise * torch.randn(3, 4, generator=generator) for _ in range(3))
+    assert gradients._is_near(other, y, again)
+    assert not gradients._is_near(true * 3, y, again), "a value of another call"
+    assert gradients._is_near(None, None, None) and not gradients._is_near(None, y, again)

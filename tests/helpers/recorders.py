@@ -12,7 +12,7 @@ import torch
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree
 
-from evoattn.clients.graphs.recorder import Recording, modes, scout
+from evoattn.clients.graphs.recorder import Recording, Shared, modes, scout
 from evoattn.core.guards import Onlooker
 
 __all__ = ["Again", "Traced", "seen"]
@@ -35,7 +35,7 @@ class Traced:
         self.recorded = 0
         self.fails: Exception | None = None
         self.takes: list[float] = []
-        self._time = 0.0
+        self._time, self._shared = 0.0, Shared()
 
     def state(self, device: torch.device) -> tuple[Any, ...]:
         return modes("cpu")
@@ -76,6 +76,9 @@ class Traced:
             results: list[tuple[torch.Tensor, torch.Tensor]] = []
             return Recording(both, recording.result, begin=begin)
         return recording
+
+    def shared(self, device: torch.device) -> Shared:
+        return self._shared
 
     def record_both(
         self, forward: Callable[[], Any], backward: Callable[[Any], Any], device: torch.device

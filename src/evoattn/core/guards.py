@@ -274,6 +274,16 @@ def only_computes() -> bool:
     return not is_seen() and autocasts() is not None
 
 
+def is_recomputed() -> bool:
+    """Return whether a reentrant checkpoint computes a call again in a backward, and no hook sees what autograd saves.
+
+    The backward of the call follows then, before another call of its kind. A checkpoint that is not reentrant counts what its
+    first forward saved.
+    """
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return hooks is not None and torch._C._current_graph_task_id() != -1 and hooks(True) is None
+
+
 def forget_torch() -> None:
     """Drop what torch's internals have told."""
     for answers in (_states, _states_if_watched, _states_in_backward, _keys_of_new):

@@ -8,7 +8,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,23 @@ class Recording:
     size: int = 0
 
 
+@dataclasses.dataclass
+class Shared:
+    """Memory that all recordings of backwards on one stream share: each needs much, and only until its backward has run.
+
+    Args:
+        pool: of the graphs.
+        turn: of the forward whose intermediate results are there; 0: none.
+        turns: that were given.
+        lock: is held while a graph is replayed.
+    """
+
+    pool: Any = None
+    turn: int = 0
+    turns: int = 0
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+
 def modes(kind: str) -> tuple[Any, ...]:
     """The state of this thread, and of the process, that decides what torch computes on a type of device."""
     return (
@@ -65,6 +82,7 @@ class Recorder:
     """The type of device that it records on."""
     _capture_lock = threading.Lock()
     """Held while a graph is recorded: torch records one at a time in a process."""
+    _shared: ClassVar[dict[torch.cuda.Stream, Shared]] = {}
     _broken = 0
     """Recordings of the process that failed. Graphs from before draw from a generator's state that is no longer its own."""
 
@@ -122,10 +140,18 @@ class Recorder:
         """
         return self._beside(run, device, draws, lambda side: self._record(run, side, once, anew))
 
+    def shared(self, device: torch.device) -> Shared:
+        """The memory of recordings of backwards on the current stream."""
+        key = torch.cuda.current_stream(device)
+        with self._capture_lock:
+            if key not in self._shared:
+                self._shared[key] = Shared(torch.cuda.graph_pool_handle())
+            return self._shared[key]
+
     def record_both(
         self, forward: Callable[[], Any], backward: Callable[[Any], Any], device: torch.device
     ) -> tuple[Recording, Recording]:
-        """Record a forward that autograd sees, and a function of its result that computes gradients.
+        """Record a forward that autograd sees, and a function of its result that computes gradients, in `shared` memory.
 
         The second recording replays what the first one left last. A forward may draw random numbers.
         """
@@ -133,7 +159,12 @@ class Recorder:
         def run() -> Any:
             return backward(forward())
 
-        return self._beside(run, device, True, lambda side: self._record_both(forward, backward, side))
+        pool = self.shared(device).pool
+        try:
+            return self._beside(run, device, True, lambda side: self._record_both(forward, backward, side, pool))
+        except BaseException:
+            self._shared.pop(torch.cuda.current_stream(device), None)  # a capture that is broken off may leave it unusable
+            raise
 
     def _beside(
         self, run: Callable[[], Any], device: torch.device, draws: bool, record: Callable[[torch.cuda.Stream], Recorded]
@@ -154,11 +185,10 @@ class Recorder:
             current.wait_stream(side)
 
     def _record_both(
-        self, forward: Callable[[], Any], backward: Callable[[Any], Any], side: torch.cuda.Stream
+        self, forward: Callable[[], Any], backward: Callable[[Any], Any], side: torch.cuda.Stream, pool: Any
     ) -> tuple[Recording, Recording]:
         """Two graphs with one pool: the backward finds there what autograd saved. It casts nothing, as outside of autocast."""
-        pool, graphs = torch.cuda.graph_pool_handle(), (torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
-        broken = Recorder._broken
+        graphs, broken = (torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()), Recorder._broken
         _make_room(side.device)
         before = _reserved(side.device)
 

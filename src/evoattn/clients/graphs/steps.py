@@ -30,7 +30,7 @@ from evoattn.dispatch.axes import narrow_expanded
 FIRST = "among the first calls of their kind"
 """The reason for calls that were not replayed, but may be the next time."""
 
-_RECORDED = 4
+_RECORDED = 8
 """Recordings kept for one function. Each has a memory pool, with the weights as autocast casts or as layers split them."""
 
 _MOST_BYTES = 4 << 30
@@ -210,11 +210,11 @@ class Steps:
         except NotCaptured as error:
             return str(error), None, None
         needs = tuple(x.requires_grad for x in (*seen.weights, *tensors)) if torch.is_grad_enabled() else ()
-        if any(needs) and not self._shared:
+        needs = needs if any(needs) else ()
+        if needs and not (self._shared and guards.is_recomputed()):
             return "a gradient may be wanted", None, None
         if not tensors or not guards.ordinary(tensors):
             return "no argument is an ordinary tensor" if not tensors else "an argument is no ordinary tensor", None, None
-        needs = needs if any(needs) else ()
         key, kinds = (self._recorder.state(seen.device), spec, needs), known.kinds
         kind = kinds.get(key)
         if kind is None:

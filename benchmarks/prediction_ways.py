@@ -94,13 +94,16 @@ def used(way: Way, program: Program, model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def peak(device: torch.device, case: Case) -> Iterator[None]:
-    """Note in a case the most GiB that torch holds in the context. A CPU has no such count."""
+    """Note in a case the most GiB that tensors take in the context, and that torch has taken for them and for the memory of
+    graphs. A CPU has no such count.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     yield
     if device.type == "cuda":
         case["peak_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 2)
+        case["reserved_gib"] = round(torch.cuda.max_memory_reserved(device) / 2**30, 2)
 
 
 def failure(error: Exception) -> str:

@@ -99,6 +99,38 @@ def test_answers_and_gradients_are_those_of_the_client(version: int, case: str) 
         assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_layer_that_trains_has_the_gradients_of_the_client(device: str) -> None:
+    """Two structures of three samples. In float64 by the layer alone, but for the attention; on a GPU in float32, patched."""
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    client = transformer(2, dtype).to(device).layers[0].train()
+    a, s = (torch.randn(6, 10, c, dtype=dtype, device=device, requires_grad=True) for c in (32, 24))
+    pairs = torch.randn(2, 10, 10, 12, dtype=dtype, device=device, requires_grad=True)
+    mask = (torch.arange(10) < 8).to(dtype).expand(6, -1).to(device)
+    do = torch.randn(6, 10, 32, dtype=dtype, device=device)
+
+    def step(run: Any) -> list[Tensor]:
+        y = run(a, s, pairs[..., 4:8], mask, None, 3)
+        return [y, *torch.autograd.grad(y, (a, s, pairs, *client.parameters()), do)]
+
+    right = step(client)
+    if device == "cpu":
+        ours, near = step(functools.partial(diffusion.TRAINED.call, Swap(client, is_called=True).layer)), 1e-6
+    else:
+        with evoattn.patch("boltz", wait=True) as patched:
+            ours, near = step(client), 1e-4
+        assert patched.calls_by_site["boltz.model.modules.transformersv2:DiffusionTransformerLayer.forward"] == 1
+    for x, y in zip(ours, right, strict=True):
+        assert (x - y).norm() <= near * y.norm()
+
+
+def test_layers_of_atoms_and_of_boltz_1_are_left_to_the_client() -> None:
+    layer = transformer(2).layers[0]
+    with pytest.raises(ClientsOwn):
+        diffusion.TRAINED.call(Swap(layer, is_called=True).layer, *(torch.ones(4, 8, c) for c in (32, 24)), to_keys=windows)
+    assert diffusion.TRAINED.make(transformer(1).layers[0]) is None
+
+
 CHANGES = {
     "a norm after a layer": lambda x: setattr(x.layers[1], "post_lnorm", nn.LayerNorm(32)),
     "another layer": lambda x: x.layers.append(nn.Identity()),

@@ -75,12 +75,12 @@ def test_expanded_and_strided_arguments(watched: Watched) -> None:
 
 
 def test_the_least_recently_used_recording_goes(watched: Watched) -> None:
-    watched.z, lengths = draw(1, 4), [draw(1, length, 4) for length in range(1, 6)]
+    watched.z, lengths = draw(1, 4), [draw(1, length, 4) for length in range(1, 10)]
     for x in lengths:
         for _ in range(3):
             watched(x)
         watched(lengths[0])
-    assert recordings(watched) == 4
+    assert recordings(watched) == 8
     before = watched.replayed
     watched(lengths[0])
     assert watched.replayed == before + 1, "used in between"

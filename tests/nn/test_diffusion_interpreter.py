@@ -27,6 +27,7 @@ else:
     interpreter.patch()
 
     from evoattn.nn import condition_steps, diffusion_steps, sampling
+    from evoattn.pair.products import call
     from evoattn.testing import relative_error
     from tests.nn.transformers import transformer
 
@@ -177,3 +178,25 @@ else:
         compare(
             transformer(*SIZES, threefold=False, keys=keys), a, s, z, torch.ones(3, 1, 16), diffusion_steps.Keys(picked), None
         )
+
+    def test_gradients_by_the_products_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+        """A block in training, with all its products and their gradients by the kernels, but those of the attention."""
+        rng = torch.Generator().manual_seed(6)
+        layer: Any = transformer(32, 24, 8, 2, 1, threefold=True).requires_grad_()
+        inputs = [torch.randn(shape, generator=rng) for shape in ((1, 2, 20, 32), (1, 2, 20, 24), (1, 1, 2, 20, 20))]
+        do = torch.randn(1, 2, 20, 32, generator=rng)
+
+        def step(dtype: torch.dtype) -> list[Tensor]:
+            block, (a, s, bias) = layer.blocks[0].to(dtype), (x.to(dtype).requires_grad_() for x in inputs)
+            y = block(a, s, pair_bias=bias)
+            leaves = [x for name, x in block.named_parameters() if "layer_norm_z" not in name and "linear_z" not in name]
+            return [y.detach(), *torch.autograd.grad(y, (a, s, bias, *leaves), do.to(dtype))]
+
+        plain, multiplied = step(torch.float32), list[Tensor]()
+        monkeypatch.setattr(call, "_is_trained", lambda x, *_: x.dtype == torch.float32)
+        across = call._across
+        monkeypatch.setattr(call, "_across", lambda *args: multiplied.append(args[0]) or across(*args))
+        ours = step(torch.float32)
+        assert len(multiplied) == 8, "as many as the block has products"
+        for x, y, z in zip(ours, plain, step(torch.float64), strict=True):
+            assert relative_error(x, z) <= max(1.5 * relative_error(y, z), 1e-6)

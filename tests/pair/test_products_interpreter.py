@@ -19,7 +19,7 @@ else:
 
     interpreter.patch()
 
-    from evoattn.pair.products import steps
+    from evoattn.pair.products import call, steps
     from tests.pair.products import KINDS, draw, error, in_order, is_close
 
     pytestmark = pytest.mark.usefixtures("poisoned")
@@ -100,3 +100,27 @@ else:
         turned = steps.split(x.t().contiguous().t()), steps.split_weights([w.t().contiguous().t()])
         strided = torch.stack([bias, bias], 1)[:, 0]
         assert torch.equal(steps.product(*turned, strided, mask=torch.tensor(0.5).expand(12)), right)
+
+    @pytest.mark.parametrize("rows", [16384, 24], ids=["at once", "in parts"])
+    def test_gradients_are_no_further_from_float64_than_float32(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(call, "WIDEST", rows)
+        x, w, bias = (y.requires_grad_() for y in draw(5, 65, 33, 100, "normal"))
+        dy = torch.randn(5, 13, 33, generator=torch.Generator().manual_seed(6))
+        y = call._differentiable(x.view(5, 13, 100), w, bias, True)
+        dx, dw, dbias = torch.autograd.grad(y, (x, w, bias), dy.movedim(0, 1).contiguous().movedim(0, 1))
+        dy = dy.view(65, 33)
+        x, w = x.detach(), w.detach()
+        assert is_close(y.detach().view(65, 33) - bias.detach(), in_order(x, w), x, w)
+        assert is_close(dx, in_order(dy, w.t()), dy, w.t()) and is_close(dw, in_order(dy.t(), x.t()), dy.t(), x.t())
+        assert torch.allclose(dbias, dy.sum(0), rtol=1e-6, atol=1e-5)
+
+    def test_only_what_needs_a_gradient_has_one() -> None:
+        x, w, bias = draw(5, 16, 16, 32, "normal")
+        for needs in ((True, False, False), (False, True, False), (False, False, True)):
+            sources = [y.clone().requires_grad_(need) for y, need in zip((x, w, bias), needs, strict=True)]
+            call._differentiable(*sources, True).sum().backward()
+            assert [y.grad is not None for y in sources] == list(needs)
+        x = x.requires_grad_()
+        (dx,) = torch.autograd.grad(call._differentiable(x, w, None, True).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            dx.sum().backward()

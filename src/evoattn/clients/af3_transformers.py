@@ -347,5 +347,5 @@ def _of_pair_biases(transformer: Any) -> list[Tensor]:
     return [x for module in modules if module is not None for x in module.parameters()]
 
 
-PROTENIX = KnownLayer(_make_protenix, "", _call_protenix, kind=diffusion.KIND, in_sampling=True)
-OPENFOLD3 = KnownLayer(_make_openfold3, "", _call_openfold3, kind=diffusion.KIND, in_sampling=True)
+PROTENIX = KnownLayer(_make_protenix, "", _call_protenix, kind=diffusion.KIND, in_part=True)
+OPENFOLD3 = KnownLayer(_make_openfold3, "", _call_openfold3, kind=diffusion.KIND, in_part=True)

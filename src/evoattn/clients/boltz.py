@@ -320,7 +320,7 @@ def _client(
         layers=(
             *layers,
             *sites(shared, least=FEW),
-            *diffusion.boltz_sites(tuple(transformers)),
+            *diffusion.boltz_sites(transformers),
             *_uncounted(diffusion.conditioned, f"{diffusions[-1]}:DiffusionModule.forward"),
             *(Site(name, "trunc_normal_init_", initial.truncated, counted=False) for name in initials),
             *_uncounted(diffusion.shared_condition, f"{package}.model.modules.{encoders}:SingleConditioning.forward"),
@@ -334,7 +334,7 @@ def _client(
             ),
         ),
         command=command,
-        known={**shared, **(known or {}), **{f"{name}.DiffusionTransformer": x for name, x in transformers.items()}},
+        known={**shared, **(known or {}), **diffusion.known(transformers)},
         split=split or {},
         linears=(f"{attention}.primitives.Linear",),
         norms=(f"{attention}.primitives.LayerNorm",),

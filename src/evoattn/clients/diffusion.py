@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from evoattn.core import attempts
 from evoattn.core.keeping import fact, keeps, made_once
 from evoattn.nn import diffusion_steps
 from evoattn.nn.condition_steps import add_transition
-from evoattn.nn.diffusion import DiffusionTransformer, ThreefoldConditionedTransition, ToKeys
+from evoattn.nn.diffusion import DiffusionTransformer, DiffusionTransformerBlock, ThreefoldConditionedTransition, ToKeys
 from evoattn.nn.submodules import has_hooks_inside
 
 KIND = TRANSFORMER
@@ -41,26 +41,68 @@ _BLOCK = (
 
 def _make_boltz(client: Any) -> nn.Module:
     """The transformer of Boltz-1, Boltz-2 or BoltzGen. Only that of Boltz-1 projects its pair biases itself."""
-    first = client.layers[0].pair_bias_attn
-    plain = all(type(layer) is type(client.layers[0]) for layer in client.layers)
-    plain &= not getattr(first, "use_qk_norm", False) and not getattr(first, "initial_norm", False)
-    plain &= all(type(getattr(layer, "post_lnorm", nn.Identity())) is nn.Identity for layer in client.layers)
-    if not plain:
+    first = client.layers[0]
+    if not all(type(layer) is type(first) and _is_known(layer) for layer in client.layers):
         raise TypeError  # said as "has other modules"
-    channels, condition = first.c_s, client.layers[0].adaln.s_norm.normalized_shape[0]
-    projects = isinstance(first.proj_z, nn.Sequential)
-    c_z = first.proj_z[1].in_features if projects else 1
-    made = DiffusionTransformer(channels, condition, c_z, first.head_dim, first.num_heads, len(client.layers), inf=first.inf)
+    made = DiffusionTransformer(*_sizes(first), len(client.layers), inf=first.pair_bias_attn.inf)
     made.layer_norm_z = None
     for block, own in zip(made.blocks, client.layers, strict=True):
-        block.conditioned_transition = ThreefoldConditionedTransition(channels, condition, residual=True)
-        share(block, own, _BLOCK)
-        share(block.attention_pair_bias.layer_norm_a, own.adaln, _NORM)
-        share(block.conditioned_transition.layer_norm, own.transition.adaln, _NORM)
-        projection = own.pair_bias_attn.proj_z
-        block.attention_pair_bias.layer_norm_z = projection[0] if projects else None
-        block.attention_pair_bias.linear_z = projection[1] if projects else None
+        _share_block(block, own)
     return made
+
+
+def _is_known(layer: Any) -> bool:
+    """Return whether a layer of a transformer has nothing that ours has not."""
+    attention = layer.pair_bias_attn
+    plain = not getattr(attention, "use_qk_norm", False) and not getattr(attention, "initial_norm", False)
+    return plain and type(getattr(layer, "post_lnorm", nn.Identity())) is nn.Identity
+
+
+def _sizes(layer: Any) -> tuple[int, int, int, int, int]:
+    """The channels of a, of the condition, of the pairs and of a head, and the heads."""
+    attention = layer.pair_bias_attn
+    c_z: Any = attention.proj_z[1].in_features if isinstance(attention.proj_z, nn.Sequential) else 1
+    return attention.c_s, layer.adaln.s_norm.normalized_shape[0], c_z, attention.head_dim, attention.num_heads
+
+
+def _share_block(block: Any, own: Any) -> None:
+    """Let a block hold the modules of a client's layer."""
+    block.conditioned_transition = ThreefoldConditionedTransition(*_sizes(own)[:2], residual=True)
+    share(block, own, _BLOCK)
+    share(block.attention_pair_bias.layer_norm_a, own.adaln, _NORM)
+    share(block.conditioned_transition.layer_norm, own.transition.adaln, _NORM)
+    projection = own.pair_bias_attn.proj_z
+    projects = isinstance(projection, nn.Sequential)
+    block.attention_pair_bias.layer_norm_z = projection[0] if projects else None
+    block.attention_pair_bias.linear_z = projection[1] if projects else None
+
+
+def _make_layer(client: Any) -> nn.Module | None:
+    """A layer of the transformer of Boltz-2 or BoltzGen, whose pair biases come with a call."""
+    if not _is_known(client):
+        raise TypeError  # said as "has other modules"
+    if isinstance(client.pair_bias_attn.proj_z, nn.Sequential):
+        return None
+    block = DiffusionTransformerBlock(*_sizes(client), inf=client.pair_bias_attn.inf)
+    _share_block(block, client)
+    return block
+
+
+def _call_layer(
+    block: Any,
+    a: Tensor,
+    s: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    to_keys: ToKeys | None = None,
+    multiplicity: int = 1,
+) -> Tensor:
+    """The bias is `[B, Q, K, H]`, and is shared by so many samples as `multiplicity` says."""
+    if to_keys is not None or bias is None or mask is None:
+        raise ClientsOwn  # atoms, whose products are too narrow to gain
+    a, s, mask = (x.unflatten(0, (-1, multiplicity)) for x in (a, s, mask))
+    pair_bias = bias.movedim(-1, -3).unsqueeze(1)
+    return block(a, s, mask, pair_bias=pair_bias).flatten(0, 1)  # type: ignore[no-any-return]
 
 
 def _call_boltz2(
@@ -274,7 +316,7 @@ def _embedded(condition: Any, s_trunk: Tensor, s_inputs: Tensor) -> Tensor:
     return condition.single_embed(condition.norm_single(torch.cat((s_trunk, s_inputs), -1)))  # type: ignore[no-any-return]
 
 
-BOLTZ1, BOLTZ2 = (KnownLayer(_make_boltz, "", call, kind=KIND, in_sampling=True) for call in (_call_boltz1, _call_boltz2))
+BOLTZ1, BOLTZ2 = (KnownLayer(_make_boltz, "", call, kind=KIND, in_part=True) for call in (_call_boltz1, _call_boltz2))
 
 
 def transformer(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
@@ -287,15 +329,41 @@ def transformer(original: Callable[..., Any], count: Count) -> Callable[..., Any
     return forward
 
 
+TRAINED = KnownLayer(_make_layer, "", _call_layer, in_part=True)
+
+
+def trained(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
+    """The `forward` of a layer of a transformer, by `evoattn.nn` in training in float32 on a GPU, whose products are fast.
+
+    Also in passes without gradients, so that a checkpoint computes the same twice. The client's own computes all other calls,
+    unseen.
+    """
+    by_layers = layer(original, count)
+
+    def forward(self: nn.Module, a: Tensor, s: Tensor, *args: Any, **kwargs: Any) -> Any:
+        known = self.training and a.is_cuda and a.dtype == s.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
+        return (by_layers if known else original)(self, a, s, *args, **kwargs)
+
+    return forward
+
+
 def may_have_kernels(module: nn.Module) -> bool:
     return keeps() and next(module.parameters()).is_cuda
 
 
-def boltz_sites(transformers: Sequence[str]) -> tuple[Site, ...]:
+def boltz_sites(transformers: Mapping[str, KnownLayer]) -> tuple[Site, ...]:
     """The transformers in these modules of Boltz or BoltzGen, and what is taken for granted of them."""
-    checked = ("AdaLN", "ConditionedTransitionBlock", "DiffusionTransformerLayer")
+    checked = ("AdaLN", "ConditionedTransitionBlock")
+    layers = {module: trained if known is BOLTZ2 else None for module, known in transformers.items()}
     return (
         *(Site(module, "DiffusionTransformer.forward", transformer, kind=KIND) for module in transformers),
+        *(Site(x, "DiffusionTransformerLayer.forward", replace, counted=bool(replace)) for x, replace in layers.items()),
         *(Site(module, f"{name}.forward", counted=False) for module in transformers for name in checked),
-        Site(f"{transformers[0].rpartition('.')[0]}.utils", "SwiGLU.forward", counted=False),
+        Site(f"{next(iter(transformers)).rpartition('.')[0]}.utils", "SwiGLU.forward", counted=False),
     )
+
+
+def known(transformers: Mapping[str, KnownLayer]) -> dict[str, KnownLayer]:
+    """The classes in these modules that `evoattn.nn` can compute in part."""
+    layers = {f"{module}.DiffusionTransformerLayer": TRAINED for module, known in transformers.items() if known is BOLTZ2}
+    return {f"{module}.DiffusionTransformer": x for module, x in transformers.items()} | layers

@@ -37,7 +37,7 @@ class KnownLayer(NamedTuple):
         sizes: the client's attributes that `make` takes. "c_in|mha.c_q" is the first of two that exists. "": the layer itself.
         kind: what a call of it is counted as, of `KINDS`.
         base: the class in the same module whose `forward` it inherits. "": it has its own.
-        in_sampling: whether the layer computes calls of a sampling alone. `replace` leaves such classes as they are.
+        in_part: whether the layer computes some calls alone, such as those of a sampling. `replace` leaves such classes.
     """
 
     make: Callable[..., nn.Module | None]
@@ -46,7 +46,7 @@ class KnownLayer(NamedTuple):
     sizes: str = ""
     kind: str = KINDS[0]
     base: str = ""
-    in_sampling: bool = False
+    in_part: bool = False
 
     def layer(self, client: nn.Module, _: Any) -> nn.Module | None:
         layer = self.make(*[_attribute(client, names) for names in self.sizes.split(" ")])

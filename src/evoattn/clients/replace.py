@@ -84,7 +84,7 @@ def replace(model: nn.Module) -> list[str]:
 
 def _is_replaced(kind: type) -> bool:
     found = recognised(kind)
-    return found is not None and not getattr(found[1], "in_sampling", False)
+    return found is not None and not getattr(found[1], "in_part", False)
 
 
 @functools.cache

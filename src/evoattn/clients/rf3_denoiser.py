@@ -103,7 +103,7 @@ def _call(transformer: Any, A_I: Tensor, S_I: Tensor, Z_II: Any, Beta_II: Any) -
         return run_windows(transformer, a[None], s, pairs[None, None], pairs, windows, _QUERIES)[0].to(A_I.dtype)
 
 
-TRANSFORMER = KnownLayer(_make, "", _call, kind=diffusion.KIND, in_sampling=True)
+TRANSFORMER = KnownLayer(_make, "", _call, kind=diffusion.KIND, in_part=True)
 
 
 def transformer(original: Callable[..., Any], count: Count) -> Callable[..., Any]:

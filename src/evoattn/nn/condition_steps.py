@@ -34,7 +34,7 @@ def add_transition(x: Tensor, norm: nn.Module, first: nn.Module, second: nn.Modu
         return None
     weights = [y.weight for y in linears]
     others = [*weights, *(y for y in (affine.weight, affine.bias) if y is not None)]
-    if not takes(x, weights[0], affine.bias) or any(y.dtype != torch.float32 for y in others) or is_recorded(*others):
+    if not takes(x, weights[0], affine.bias) or any(y.dtype != torch.float32 for y in others) or is_recorded(x, *others):
         return None
     if float32_products() not in ("none", "ieee", "tf32"):
         return None

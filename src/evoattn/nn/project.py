@@ -25,7 +25,13 @@ from evoattn.core.numerics import accumulate_dtype
 from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.checks import compute_dtype
 from evoattn.nn.submodules import call, is_linear, is_norm, parameter_of
-from evoattn.pair.products.call import any_linear, linear_of_layer
+from evoattn.pair.products.call import (
+    any_linear,
+    gradient_of_rows,
+    gradient_of_weight,
+    linear_of_layer,
+    product_of_rows,
+)
 
 _BYTES = 16
 """Each projection starts on a multiple of this, and so does each row: GPUs copy tiles only from such addresses."""
@@ -160,7 +166,7 @@ class _NormLinear(torch.autograd.Function):
         ctx.eps, ctx.biased = eps, biased
         if weight is None:
             return normed.view(x.shape)  # compiled by torch 2.11, x has no gradient if this is the norm's own output
-        return F.linear(normed, weight, bias)
+        return product_of_rows(normed, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -172,7 +178,7 @@ class _NormLinear(torch.autograd.Function):
         with uncast(x.device):
             if needs[5]:
                 normed, _, _ = normalise(rows, norm_weight, norm_bias, ctx.eps, weight.dtype)
-                dweight = dy.t() @ normed
+                dweight = gradient_of_weight(dy, normed)
                 del normed
             if needs[6]:
                 first, last = ctx.biased
@@ -180,7 +186,7 @@ class _NormLinear(torch.autograd.Function):
                 if last - first < dy.shape[-1]:  # torch has no rule for a view of all of many cotangents
                     dbias = F.pad(dbias[first:last], (first, dy.shape[-1] - last))
             if any(needs[:3]):
-                d_normed = dy.reshape(rows.shape) if weight is None else dy @ weight
+                d_normed = dy.reshape(rows.shape) if weight is None else gradient_of_rows(dy, weight)
                 dx, dnorm_weight, dnorm_bias = normalise_backward(d_normed, rows, mean, rstd, norm_weight, norm_bias, needs[:3])
         return None if dx is None else dx.view(x.shape), dnorm_weight, dnorm_bias, None, None, dweight, dbias, None
 

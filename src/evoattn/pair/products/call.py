@@ -13,6 +13,7 @@ from evoattn.core.devices import installed
 from evoattn.core.keeping import made_once
 from evoattn.core.numerics import float32_products
 from evoattn.core.problem import dtype_name
+from evoattn.dispatch.autograd import once_differentiable
 from evoattn.pair.checking import check_tensors, is_recorded
 
 _OLDEST = (8, 0)
@@ -20,6 +21,9 @@ _OLDEST = (8, 0)
 
 WIDEST = 16384
 """Channels of the widest row that one program splits."""
+
+NARROWEST = 256
+"""Channels from which gradients are computed by the kernels, and the forwards of calls that have some. A guess."""
 
 SMALLEST = 1 << 29
 """Products M N K of a layer from which the launches that split x and the weight are worth their time."""
@@ -33,9 +37,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, precision: 
     column. They take half the time of cuBLAS in float32, or less. Where float32 has an infinity or NaN, so has the result.
     Where the largest entries of two rows have a product below 2^-121 or above 2^121, a result may be 0 or not finite too early.
     Entries are exact to 2^-49 of the largest one of their row: those below 2^-28 of it lose digits.
-    torch computes calls of other dtypes, on other devices, with gradients, and those that it compiles.
+    Gradients are products of the same kind, but for few channels. There is no second derivative.
+    torch computes calls of other dtypes, on other devices, and those that it compiles.
 
-    Inside `evoattn.nn.sampling()` the weight is split once.
+    Inside `evoattn.nn.sampling()` the weight of a call without gradients is split once.
 
     Args:
         x: `[*, K]`, of any strides.
@@ -68,21 +73,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, precision: 
         raise ValueError(f"x, weight and bias must have one dtype, got {', '.join(dtypes)}")
     if not takes(x, weight, bias):
         return F.linear(x, weight, bias)
+    low = precision == "exact"
+    if is_recorded(x, weight, bias):
+        if x.shape[-1] < NARROWEST or weight.shape[0] < NARROWEST:
+            return F.linear(x, weight, bias)
+        return _differentiable(x, weight, bias, low)
     from evoattn.pair.products import steps
 
-    low = precision == "exact"
     halves = made_once(precision, (weight,), lambda: steps.split_weights([weight], low=low))
     rows = steps.split(x.reshape(-1, x.shape[-1]), low=low)
     return steps.product(rows, halves, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether the kernels compute a call."""
+    """Return whether the kernels can compute a call."""
     if not x.is_cuda or x.dtype != torch.float32 or not guards.only_computes() or not installed("triton"):
         return False
     if not 0 < x.shape[-1] <= WIDEST or not x.numel() or not weight.numel():
         return False
-    if torch.is_autocast_enabled("cuda") or is_recorded(x, weight, bias):
+    if torch.is_autocast_enabled("cuda"):
         return False
     return guards.ordinary([y for y in (x, weight, bias) if y is not None])
 
@@ -108,15 +117,12 @@ def linear_of_layer(
         is small.
     """
     others = (bias, gate, *(() if norm is None else norm[:2]))
-    if not takes(x, weight, bias) or x.numel() * weight.shape[0] < SMALLEST or float32_products() == "tf32":
+    if not _is_large(x, weight) or not takes(x, weight, bias):
         return None
-    if is_recorded(*others) or any(y is not None and y.dtype != torch.float32 for y in (weight, *others)):
+    if is_recorded(x, weight, *others) or any(y is not None and y.dtype != torch.float32 for y in (weight, *others)):
         return None
-    from evoattn.kit import cards
     from evoattn.pair.products import steps
 
-    if (cards.capability(x.device) or (0, 0)) < _OLDEST:
-        return None
     if gate is not None:
         x = x.expand_as(gate)
     rows = x.reshape(-1, x.shape[-1])
@@ -131,5 +137,82 @@ def linear_of_layer(
 
 def any_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear`, by the kernels if they take a float32 product of a layer."""
+    if is_recorded(x, weight, bias):
+        return _differentiable(x, weight, bias, True) if _is_trained(x, weight, bias) else F.linear(x, weight, bias)
     y = linear_of_layer(x, weight, bias)
     return F.linear(x, weight, bias) if y is None else y
+
+
+def _is_large(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a product of a layer is worth the launches that split its factors, on this card and as torch is set."""
+    if x.dtype != torch.float32 or not x.is_cuda or x.numel() * weight.shape[0] < SMALLEST or float32_products() == "tf32":
+        return False
+    if not installed("triton"):
+        return False
+    from evoattn.kit import cards
+
+    return (cards.capability(x.device) or (0, 0)) >= _OLDEST
+
+
+def _is_trained(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Return whether the kernels compute a product of a layer that has gradients, and its gradients."""
+    if min(x.shape[-1], weight.shape[0]) < NARROWEST or not _is_large(x, weight) or not takes(x, weight, bias):
+        return False
+    return all(y is None or y.dtype == torch.float32 for y in (weight, bias))
+
+
+def product_of_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b for x `[R, K]` in the forward of an autograd function."""
+    return _forward(x, weight, bias, True) if _is_trained(x, weight, bias) else F.linear(x, weight, bias)
+
+
+def gradient_of_rows(dy: Tensor, weight: Tensor) -> Tensor:
+    """dy W for dy `[R, N]` in its backward."""
+    return _forward(dy, weight.t(), None, True) if _is_trained(dy, weight.t()) else dy @ weight
+
+
+def gradient_of_weight(dy: Tensor, x: Tensor) -> Tensor:
+    """dy^T x for dy `[R, N]` and x `[R, K]` in its backward."""
+    return _across(dy, x, True) if _is_trained(x, dy.t()) else dy.t() @ x
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, low: bool) -> Tensor:
+    from evoattn.pair.products import steps
+
+    return steps.product(steps.split(x, low=low), steps.split(weight, low=low), bias)
+
+
+def _across(dy: Tensor, x: Tensor, low: bool) -> Tensor:
+    """dy^T x, some rows at a time, as a program splits no more."""
+    from evoattn.pair.products import steps
+
+    out: Tensor | None = None
+    for first in range(0, x.shape[0], WIDEST):
+        left, right = (steps.split(y[first : first + WIDEST].t(), low=low) for y in (dy, x))
+        out = steps.product(left, right, base=out, out=out)
+    assert out is not None
+    return out
+
+
+def _differentiable(x: Tensor, weight: Tensor, bias: Tensor | None, low: bool) -> Tensor:
+    y: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, low)  # type: ignore[no-untyped-call]
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+class _Linear(torch.autograd.Function):
+    """x W^T + b of rows `[R, K]` by the kernels, as are its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.low = low
+        return _forward(x, weight, bias, low)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        dx = _forward(dy, weight.t(), None, ctx.low) if needs[0] else None
+        dweight = _across(dy, x, ctx.low) if needs[1] else None
+        return dx, dweight, dy.sum(0) if needs[2] else None, None

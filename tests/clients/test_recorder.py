@@ -87,3 +87,15 @@ def test_memory_is_given_back_where_it_is_short(
     monkeypatch.setattr(recorder, "_reserved", lambda _: reserved * GIB)
     recorder._make_room(SIDE.device)
     assert bool(given) is gives
+
+
+def test_a_pool_is_used_as_long_as_a_graph_in_it_exists() -> None:
+    """torch takes the handle of a pool no more once its last graph is gone."""
+    shared, handles = recorder.Shared(), iter(range(9))
+    first, second = Graph(), Graph()
+    assert shared.pool([first], lambda: next(handles)) == shared.pool([second], lambda: next(handles)) == 0
+    del first
+    assert shared.pool([], lambda: next(handles)) == 0
+    del second
+    third = Graph()
+    assert shared.pool([third], lambda: next(handles)) == 1

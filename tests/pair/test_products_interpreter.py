@@ -101,9 +101,14 @@ else:
         strided = torch.stack([bias, bias], 1)[:, 0]
         assert torch.equal(steps.product(*turned, strided, mask=torch.tensor(0.5).expand(12)), right)
 
-    @pytest.mark.parametrize("rows", [16384, 24], ids=["at once", "in parts"])
+    def test_a_sum_over_many_rows_is_no_further_from_float64_than_float32() -> None:
+        rng = torch.Generator().manual_seed(8)
+        dy, x = (torch.randn(12_000, 16, generator=rng) for _ in range(2))
+        assert is_close(call._across(dy, x, True), dy.t() @ x, dy.t(), x.t())
+
+    @pytest.mark.parametrize("rows", [2048, 24], ids=["at once", "in parts"])
     def test_gradients_are_no_further_from_float64_than_float32(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(call, "WIDEST", rows)
+        monkeypatch.setattr(call, "_ROWS", rows)
         x, w, bias = (y.requires_grad_() for y in draw(5, 65, 33, 100, "normal"))
         dy = torch.randn(5, 13, 33, generator=torch.Generator().manual_seed(6))
         y = call._differentiable(x.view(5, 13, 100), w, bias, True)

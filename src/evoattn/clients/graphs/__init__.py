@@ -40,9 +40,6 @@ __all__ = ["FIRST", "Steps", "blocks", "in_loop", "loop", "release", "step", "wh
 _MOST = 512
 """Residues up to which blocks are recorded: the GPU sets the pace of more. A guess."""
 
-_MOST_TRAINED = 1024
-"""The same for blocks in training mode, whose calls take the host longer."""
-
 
 def blocks(*names: str, method: str = ".forward", **options: Any) -> tuple[Site, ...]:
     """The blocks "module:Class", whose `method` is recorded once for all of one structure; options as for `step`."""
@@ -77,9 +74,8 @@ def step(
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         why = skip(self, *args, **kwargs)
-        limit = most and (max(most, _MOST_TRAINED) if self.training else most)
-        if not why and limit is not None and (residues((*args, *kwargs.values()), 3) or 0) > limit:
-            why = f"more than {limit} residues, which keep a GPU busy"
+        if not why and most is not None and (residues((*args, *kwargs.values()), 3) or 0) > most:
+            why = f"more than {most} residues, which keep a GPU busy"
         if why:
             count.count_passed_on(why)
             return original(self, *args, **kwargs)

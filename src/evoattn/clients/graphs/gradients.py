@@ -26,8 +26,11 @@ _NEAR = 1e-2
 """The largest relative difference, by the L2 norm, of a gradient of a replay. Kernels that add in no fixed order differ by
 less; one that read a value of an earlier call differs by more."""
 
+_LITTLE = 2.0**-8
+"""The relative size of a change of the cotangents that shows how much of a gradient is rounding."""
+
 _NOISE = 10.0
-"""What may be added to that, in differences of two computations."""
+"""What may be added to the difference, in differences that this change makes."""
 
 _recorder: int | None = None
 """The thread that records a backward, or compares one. Another thread may compute it, and waits for nobody then."""
@@ -265,7 +268,7 @@ class GradientKind(CallKind):
             expected, cotangents = self._by_twin(run, call, device)
             middle = recorder.seconds(device)
             recorder.set_random_state(device, undrawn)
-            again, _ = self._by_twin(run, call, device)
+            again, _ = self._by_twin(run, call, device, [x * (1 + _LITTLE * torch.randn_like(x)) for x in cotangents])
             between = recorder.seconds(device)
             recorder.set_random_state(device, undrawn)
             state = recorder.random_state(device)
@@ -276,8 +279,10 @@ class GradientKind(CallKind):
         same = flat(result, device, tensors) == passes.result_spec and all(map(same_bits, tensors, replayed))
         self.judge(same and all(map(_is_near, gradients, expected, again)), middle - start, end - between)
 
-    def _by_twin(self, run: Callable[..., Any], call: Call, device: torch.device) -> tuple[list[Tensor | None], list[Tensor]]:
-        """The gradients of the twin, None for those that are not needed, by cotangents that are returned too."""
+    def _by_twin(
+        self, run: Callable[..., Any], call: Call, device: torch.device, cotangents: list[Tensor] | None = None
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
+        """The gradients of the twin, None for those that are not needed; and the cotangents, random ones if none are given."""
         assert self._twin is not None
         weights = self._twin.weights
         tensors = _copies(call.tensors, self.needs[len(weights) :])
@@ -286,7 +291,7 @@ class GradientKind(CallKind):
         with taped([]), torch.enable_grad():
             flat(run(self._twin.module, *args, **kwargs), device, results)
         outputs = [x for x in results if x.requires_grad]
-        cotangents = [torch.randn_like(x) for x in outputs]
+        cotangents = [torch.randn_like(x) for x in outputs] if cotangents is None else cotangents
         sources = [x for x, need in zip((*weights, *tensors), self.needs, strict=True) if need]
         found = iter(torch.autograd.grad(outputs, sources, cotangents, allow_unused=True))
         return [next(found) if need else None for need in self.needs], cotangents
@@ -301,9 +306,10 @@ def _copies(tensors: list[Tensor], needs: tuple[bool, ...]) -> list[Tensor]:
 
 
 def _is_near(x: Tensor | None, y: Tensor | None, again: Tensor | None) -> bool:
-    """Return whether a gradient is y but for rounding, of which a second computation `again` of y tells how much there is.
+    """Return whether a gradient x is y but for rounding. again: the gradient by cotangents that are a little different.
 
-    Some gradients are nothing but rounding, such as that of a number that is added to all scores.
+    Some gradients are nothing but rounding, such as that of a number that is added to all scores of a softmax. These are other
+    ones by the little difference, and by another order of sums.
     """
     if x is None or y is None or again is None:
         return x is y

@@ -7,7 +7,8 @@ import dataclasses
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -39,21 +40,27 @@ class Recording:
     size: int = 0
 
 
-@dataclasses.dataclass
 class Shared:
     """Memory that all recordings of backwards on one stream share: each needs much, and only until its backward has run.
 
-    Args:
-        pool: of the graphs.
+    Attributes:
         turn: of the forward whose intermediate results are there; 0: none.
         turns: that were given.
         lock: is held while a graph is replayed.
     """
 
-    pool: Any = None
-    turn: int = 0
-    turns: int = 0
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    def __init__(self) -> None:
+        self.turn = self.turns = 0
+        self.lock = threading.Lock()
+        self._pool: Any = None
+        self._graphs = weakref.WeakSet[Any]()
+
+    def pool(self, graphs: Sequence[Any], new: Callable[[], Any]) -> Any:
+        """The pool for more graphs. torch gives up a pool with the last graph in it, and then takes its handle no more."""
+        if not self._graphs:
+            self._pool = new()
+        self._graphs.update(graphs)
+        return self._pool
 
 
 def modes(kind: str) -> tuple[Any, ...]:
@@ -142,11 +149,7 @@ class Recorder:
 
     def shared(self, device: torch.device) -> Shared:
         """The memory of recordings of backwards on the current stream."""
-        key = torch.cuda.current_stream(device)
-        with self._capture_lock:
-            if key not in self._shared:
-                self._shared[key] = Shared(torch.cuda.graph_pool_handle())
-            return self._shared[key]
+        return self._shared.setdefault(torch.cuda.current_stream(device), Shared())
 
     def record_both(
         self, forward: Callable[[], Any], backward: Callable[[Any], Any], device: torch.device
@@ -159,9 +162,9 @@ class Recorder:
         def run() -> Any:
             return backward(forward())
 
-        pool = self.shared(device).pool
+        shared = self.shared(device)
         try:
-            return self._beside(run, device, True, lambda side: self._record_both(forward, backward, side, pool))
+            return self._beside(run, device, True, lambda side: self._record_both(forward, backward, side, shared))
         except BaseException:
             self._shared.pop(torch.cuda.current_stream(device), None)  # a capture that is broken off may leave it unusable
             raise
@@ -185,10 +188,11 @@ class Recorder:
             current.wait_stream(side)
 
     def _record_both(
-        self, forward: Callable[[], Any], backward: Callable[[Any], Any], side: torch.cuda.Stream, pool: Any
+        self, forward: Callable[[], Any], backward: Callable[[Any], Any], side: torch.cuda.Stream, shared: Shared
     ) -> tuple[Recording, Recording]:
         """Two graphs with one pool: the backward finds there what autograd saved. It casts nothing, as outside of autocast."""
         graphs, broken = (torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()), Recorder._broken
+        pool = shared.pool(graphs, torch.cuda.graph_pool_handle)
         _make_room(side.device)
         before = _reserved(side.device)
 

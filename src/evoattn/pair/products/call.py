@@ -25,6 +25,9 @@ WIDEST = 16384
 NARROWEST = 256
 """Channels from which gradients are computed by the kernels, and the forwards of calls that have some. A guess."""
 
+_ROWS = 2048
+"""Rows over which the gradient of a weight is added up at a time. A sum of more would lose more than cuBLAS' does."""
+
 SMALLEST = 1 << 29
 """Products M N K of a layer from which the launches that split x and the weight are worth their time."""
 
@@ -183,12 +186,12 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, low: bool) -> Tenso
 
 
 def _across(dy: Tensor, x: Tensor, low: bool) -> Tensor:
-    """dy^T x, some rows at a time, as a program splits no more."""
+    """dy^T x, some rows at a time."""
     from evoattn.pair.products import steps
 
     out: Tensor | None = None
-    for first in range(0, x.shape[0], WIDEST):
-        left, right = (steps.split(y[first : first + WIDEST].t(), low=low) for y in (dy, x))
+    for first in range(0, x.shape[0], _ROWS):
+        left, right = (steps.split(y[first : first + _ROWS].t(), low=low) for y in (dy, x))
         out = steps.product(left, right, base=out, out=out)
     assert out is not None
     return out

@@ -166,8 +166,23 @@ def training_block(records: dict[Path, dict[str, Any]]) -> str:
             for case in cases:
                 away = [_compared(case).get(x) for x in compared]
                 rows.append([*_training_row(case, stages, cases), *("-" if x is None else f"{x:.1e}" for x in away)])
-            lines += [f"{name}:", "", markdown(rows), ""]
+            lines += [f"{name}:", "", markdown(rows), "", *_parts(cases)]
     return "\n".join(lines).rstrip() or "Not measured yet."
+
+
+def _parts(cases: list[Case]) -> list[str]:
+    """Where the time of steps went that were measured by part."""
+    measured = [case for case in cases if "parts" in case]
+    if not measured:
+        return []
+    names = list(dict.fromkeys(name for case in measured for name in case["parts"]))
+    rows = [["tokens", "way", "GPU busy, ms", "launches", *names]]
+    for case in measured:
+        spent = [case["parts"].get(name, {}) for name in names]
+        cells = [f"{x['forward']:.0f} + {x['backward']:.0f} ({x['again']:.0f})" if x else "-" for x in spent]
+        rows.append([str(case["tokens"]), case["way"], f"{case['gpu_ms']:.0f}", f"{case['launches']:,}", *cells])
+    what = "Parts, ms on the GPU's stream, waiting for the host included: forward + backward (of that, computed again):"
+    return [what, "", markdown(rows), ""]
 
 
 def _compared(case: Case) -> dict[str, float | None]:

@@ -153,13 +153,13 @@ def _without_preparing() -> None:
         sys.meta_path.append(_StandIn())  # the last one: it is asked only for what nobody else finds
 
 
-def boltz2(device: torch.device, changes: Mapping[str, Mapping[str, Any]] = MappingProxyType({})) -> Any:
-    """Boltz-2 of the published depth, but for changes of its arguments."""
+def boltz2(device: torch.device, changes: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Boltz-2 of the published depth, but for changes of its arguments, or inside of those that are mappings."""
     _without_preparing()
     from boltz.model.models.boltz2 import Boltz2
 
     arguments = boltz2_arguments()
-    arguments |= {name: arguments[name] | dict(x) for name, x in changes.items()}
+    arguments |= {name: arguments[name] | x if isinstance(x, Mapping) else x for name, x in changes.items()}
     with device, patch("boltz.model.layers.initialize.trunc_normal_init_"):  # it takes a minute, for weights that are filled
         model = Boltz2(**arguments)
     return _filled(model).eval()

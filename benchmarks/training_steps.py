@@ -86,7 +86,7 @@ def build(device: torch.device, blocks: int) -> Any:
     return model
 
 
-def loss_of(model: Any, features: Mapping[str, Tensor]) -> Tensor:
+def loss_of(model: Any, features: Mapping[str, Tensor], copies: int = COPIES) -> Tensor:
     """The loss of Boltz-2's structure training. Its forward wants a sample and a confidence, which that training has not."""
     from boltz.model.loss.distogramv2 import distogram_loss
 
@@ -94,8 +94,8 @@ def loss_of(model: Any, features: Mapping[str, Tensor]) -> Tensor:
     atoms = {"sample_atom_coords": batch["coords"][:, 0]}
     sample = patch.object(model.structure_module, "sample", return_value=atoms)
     with sample, patch.object(model.confidence_module, "forward", return_value={}):
-        outputs = model(batch, recycling_steps=1, multiplicity_diffusion_train=COPIES)
-    diffusion = model.structure_module.compute_loss(batch, outputs, multiplicity=COPIES, **model.diffusion_loss_args)
+        outputs = model(batch, recycling_steps=1, multiplicity_diffusion_train=copies)
+    diffusion = model.structure_module.compute_loss(batch, outputs, multiplicity=copies, **model.diffusion_loss_args)
     distances, _ = distogram_loss(outputs, batch, aggregate_distogram=model.aggregate_distogram)
     weights = model.training_args
     loss: Tensor = weights.diffusion_loss_weight * diffusion["loss"] + weights.distogram_loss_weight * distances

@@ -203,3 +203,17 @@ def test_parts_of_a_step_have_their_times() -> None:
 
 def test_spans_that_overlap_count_once() -> None:
     assert covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4 and covered([]) == 0
+
+
+def test_the_page_shows_the_parts_of_a_step(tmp_path: Path) -> None:
+    case = {"program": "Boltz-2", "tokens": 384, "rows": 1024, "blocks": 64, "way": "as installed", "ms": 4293.0}
+    case |= {"stages": {"forward": 1.0, "backward": 2.0}, "gpu_ms": 4058.0, "launches": 71868}
+    parts = {"trunk": {"forward": 1514.6, "backward": 1600.9, "again": 758.1}}
+    record = {"machine": {"device": "a card", "torch": "2.11", "date": "2026-11-29", "commit": "abc"}, "cases": [case]}
+    without = prediction_page.training_block({tmp_path / "a.json": record})
+    assert "computed again" not in without
+    case["parts"] = parts
+    other = case | {"way": "evoattn.patch", "parts": {}}
+    table = prediction_page.training_block({tmp_path / "a.json": record | {"cases": [case, other]}})
+    assert "| 384 | as installed | 4058 | 71,868 | 1515 + 1601 (758) |" in table
+    assert "| 384 | evoattn.patch | 4058 | 71,868 | - |" in table

@@ -30,7 +30,7 @@ _LITTLE = 2.0**-8
 """The relative size of a change of the cotangents that shows how much of a gradient is rounding."""
 
 _NOISE = 10.0
-"""What may be added to the difference, in differences that this change makes."""
+"""Differences that this change makes, so many of which may be added."""
 
 _recorder: int | None = None
 """The thread that records a backward, or compares one. Another thread may compute it, and waits for nobody then."""
@@ -58,7 +58,7 @@ def _recording() -> Iterator[None]:
 
 
 class _Made(NamedTuple):
-    """What a forward made: its result, and room for the cotangents, which each replay of the backward reads."""
+    """The result of a forward, and room for the cotangents, which each replay of the backward reads."""
 
     spec: Spec
     results: list[Tensor]

@@ -9,13 +9,14 @@ import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from evoattn.clients.graphs import FIRST, gradients
+from evoattn.clients.graphs import FIRST, call_kinds, gradients, steps
 from tests.clients.recording import Block, Trunk, draw
 
 
@@ -176,6 +177,115 @@ def test_what_is_written_to_raises_as_torch_does(which: str) -> None:
         y.backward()
 
 
+def test_other_inputs_may_be_written_to_unless_the_forward_is_needed_again() -> None:
+    """A mask that is only multiplied by what needs no gradient, say: torch would not save it."""
+    trunk = Trained(1)
+    kind, block = trunk.settled(), trunk.blocks[0]
+    for again in (False, True):
+        x, mask = draw(1).requires_grad_(), trunk.mask.clone()
+        y = kind.replay([x, mask], trunk.steps._known[block].seen, None)
+        if again:
+            trunk.replayed(kind, draw(2))
+        mask.zero_()
+        if again:
+            with pytest.raises(RuntimeError, match="an input without a gradient was written to"):
+                y.sum().backward()
+        else:
+            y.sum().backward()
+            assert x.grad is not None and x.grad.abs().sum() > 0
+
+
+def test_a_mask_of_inference_mode_is_taken() -> None:
+    trunk = Trained(1)
+    with torch.inference_mode():
+        mask = torch.ones(3, 1)
+    for seed in range(4):
+        x = draw(seed).requires_grad_()
+        saved(lambda x: trunk.blocks[0](x, mask), x).sum().backward()
+        assert x.grad is not None
+    assert trunk.count.replaced >= 2
+
+
+def test_results_may_be_changed_in_place() -> None:
+    trunk = Trained(1)
+    kind, found = trunk.settled(), []
+    for place in (True, False):
+        torch.manual_seed(0)
+        x = draw(1).requires_grad_()
+        y = trunk.replayed(kind, x)
+        y = y.add_(1) if place else y + 1
+        (y * draw(2)).square().sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)  # type: ignore[arg-type]
+
+
+def test_a_weight_that_is_there_twice_has_one_gradient() -> None:
+    trunk = Trained(2)
+    for blocks in (trunk.blocks, trunk.twin):
+        for block in blocks:
+            block.wide.weight = block.product.weight
+    for seed in range(4):
+        trunk.step(seed)
+    assert trunk.count.replaced >= 8
+
+
+def test_hooks_of_a_backward_inside_run() -> None:
+    trunk, seen = Trained(3), list[int]()
+    for block in trunk.blocks:
+        block.product.register_full_backward_hook(lambda *_: seen.append(1))
+    for seed in range(3):
+        trunk.step(seed)
+    assert len(seen) == 9 and trunk.count.replaced == 0
+
+
+def test_another_kind_that_is_recorded_before_a_backward_leaves_the_right_weights() -> None:
+    """Kinds of one structure share a twin: what it has of the first block is gone when the second one is recorded."""
+    trunk = Trained(2)
+    trunk.settled()
+
+    def both(first: Any, second: Any, x: Tensor) -> Tensor:
+        return second(first(x, torch.ones(3, 1))[:2], torch.ones(2, 1))  # type: ignore[no-any-return]
+
+    for seed in range(4):
+        found = []
+        for first, second in (trunk.blocks, [x.original for x in trunk.twin]):
+            torch.manual_seed(seed)
+            x = draw(seed).requires_grad_()
+            saved(lambda x, f=first, g=second: both(f, g, x), x).square().sum().backward()
+            found.append(x.grad)
+        assert torch.equal(*found), seed  # type: ignore[arg-type]
+
+
+def test_a_replay_that_fails_leaves_the_backward_before_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk = Trained(2)
+    kind = trunk.settled()
+    found = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        x = draw(1).requires_grad_()
+        y = trunk.replayed(kind, x)
+        if fails:
+            assert kind._passes is not None
+            other = trunk.steps._known[trunk.blocks[1]].seen
+            with monkeypatch.context() as patched:
+                patched.setattr(kind._passes._forward, "replay", mock.Mock(side_effect=MemoryError))
+                with pytest.raises(MemoryError):
+                    kind.replay([draw(2), trunk.mask], other, None)
+        state = torch.get_rng_state()
+        y.square().sum().backward()
+        assert torch.equal(torch.get_rng_state(), state)
+        found.append(x.grad)
+    assert torch.equal(*found)  # type: ignore[arg-type]
+
+
+def test_recordings_that_do_not_pay_end() -> None:
+    trunk = Trained(1)
+    for length in range(2, 14):
+        for seed in range(3):
+            trunk.step(seed, length=length)
+    assert trunk.recorder.recorded <= steps._TRIED + 1 and trunk.count.passed_on[call_kinds.MOVES] > 0
+
+
 def test_second_derivatives_are_refused() -> None:
     trunk = Trained(1)
     x = draw(1).requires_grad_()
@@ -272,7 +382,7 @@ def test_a_replay_that_is_not_faster_is_not_used() -> None:
 def test_other_threads_compute_as_they_are_while_a_backward_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd may compute a backward in a thread of its own, for which the recording one waits."""
     trunk = Trained(1)
-    monkeypatch.setattr(gradients, "_recorder", -1)
+    monkeypatch.setattr(gradients, "_recorders", [-1])
     trunk.step(1)
     assert trunk.count.passed_on == {"recorded by others": 2}
 
@@ -286,3 +396,5 @@ def test_a_gradient_that_is_nothing_but_rounding_may_be_another_one() -> None:
     assert gradients._is_near(true + 1e-3 * noises[1], true, little)
     assert not gradients._is_near(true * 1.1, true, little), "a value of another call"
     assert gradients._is_near(None, None, None) and not gradients._is_near(None, y, again)
+    large = 1000 * torch.randn(10_000, generator=generator).half()
+    assert not gradients._is_near(torch.zeros_like(large), large, large), "a norm that float16 cannot hold"

@@ -99,3 +99,5 @@ def test_a_pool_is_used_as_long_as_a_graph_in_it_exists() -> None:
     del second
     third = Graph()
     assert shared.pool([third], lambda: next(handles)) == 1
+    shared.leave_pool()
+    assert shared.pool([], lambda: next(handles)) == 2, "a capture failed"

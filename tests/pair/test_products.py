@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 
 from evoattn.pair import linear
+from evoattn.pair.products.call import any_linear
 
 
 def test_torch_computes_it_on_a_cpu_with_gradients() -> None:
@@ -30,3 +32,11 @@ def test_arguments_that_do_not_fit_are_refused(message: str, call: tuple) -> Non
     x, w, b, options = call
     with pytest.raises((TypeError, ValueError), match=message):
         linear(x, w, b, **options)
+
+
+def test_the_compiler_traces_large_products_of_a_gpu() -> None:
+    """It asks for no setting of evoattn's, which it could not trace."""
+    with FakeTensorMode():
+        x, w = (torch.empty(rows, 512, dtype=torch.float32, device="cuda") for rows in (4096, 512))
+        y = torch.compile(lambda x, w: any_linear(x, w, None), fullgraph=True, backend="eager")(x, w)
+    assert y.shape == (4096, 512)

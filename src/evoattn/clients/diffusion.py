@@ -100,6 +100,8 @@ def _call_layer(
     """The bias is `[B, Q, K, H]`, and is shared by so many samples as `multiplicity` says."""
     if to_keys is not None or bias is None or mask is None:
         raise ClientsOwn  # atoms, whose products are too narrow to gain
+    if {len(a), len(s), len(mask)} != {len(bias) * multiplicity}:
+        raise ClientsOwn  # something is broadcast
     a, s, mask = (x.unflatten(0, (-1, multiplicity)) for x in (a, s, mask))
     pair_bias = bias.movedim(-1, -3).unsqueeze(1)
     return block(a, s, mask, pair_bias=pair_bias).flatten(0, 1)  # type: ignore[no-any-return]

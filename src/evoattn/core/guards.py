@@ -277,8 +277,8 @@ def only_computes() -> bool:
 def is_recomputed() -> bool:
     """Return whether a reentrant checkpoint computes a call again in a backward, and no hook sees what autograd saves.
 
-    The backward of the call follows then, before another call of its kind. A checkpoint that is not reentrant counts what its
-    first forward saved.
+    The backward of the call follows then, when the checkpoint is done. A checkpoint that is not reentrant counts what its first
+    forward saved.
     """
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return hooks is not None and torch._C._current_graph_task_id() != -1 and hooks(True) is None

@@ -21,8 +21,11 @@ from evoattn.clients.site import Count, taped
 from evoattn.core import keeping
 from evoattn.dispatch.axes import narrow_expanded
 
-_WORTH = 8
+WORTH = 8
 """Replays that pay for a recording, which takes as long as two to four calls."""
+
+MOVES = "its arguments move too often for a recording to pay"
+"""The reason for calls that are not recorded because recordings before were replayed too rarely."""
 
 _FREE = 3
 """Recordings that need not have paid: the second and the third may copy more than the first."""
@@ -151,8 +154,8 @@ class CallKind:
         self._shared = max(self._shared, len(same))
         if 0 < self._unlike < _UNLIKE:
             return False
-        if self._recordings >= _FREE and self._replays < _WORTH * self._recordings:
-            self.obstacle = "its arguments move too often for a recording to pay"
+        if self._recordings >= _FREE and self._replays < WORTH * self._recordings:
+            self.obstacle = MOVES
             self.drop()
         return not self.obstacle
 

@@ -7,12 +7,13 @@ checkpoint computes again: their backward follows at once. If another forward co
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from evoattn.clients.graphs.call_kinds import Call, CallKind, check_result
@@ -21,6 +22,7 @@ from evoattn.clients.graphs.recorder import Recorder, Recording
 from evoattn.clients.graphs.trees import NotCaptured, Spec, copied, flat, nested, room_for, same_bits
 from evoattn.clients.graphs.twins import Twin
 from evoattn.clients.site import Count, taped
+from evoattn.core import keeping
 
 _NEAR = 1e-2
 """The largest relative difference, by the L2 norm, of a gradient of a replay. Kernels that add in no fixed order differ by
@@ -32,13 +34,14 @@ _LITTLE = 2.0**-8
 _NOISE = 10.0
 """Differences that this change makes, so many of which may be added."""
 
-_recorder: int | None = None
-"""The thread that records a backward, or compares one. Another thread may compute it, and waits for nobody then."""
+_recorders: list[int] = []
+"""Threads that record a backward, or compare one. Another thread may compute it, and waits for nobody then."""
 
 
 def is_recorded_elsewhere() -> bool:
     """Return whether another thread records a backward, which this thread may be computing."""
-    return _recorder is not None and _recorder != threading.get_ident()
+    here = threading.get_ident()
+    return any(x != here for x in tuple(_recorders))
 
 
 @contextlib.contextmanager
@@ -48,13 +51,13 @@ def _recording() -> Iterator[None]:
     A result that its own function saves is detached: else they would keep each other, and with them nodes of autograd that
     belong to another stream, which a recording cannot wait for.
     """
-    global _recorder
-    before, _recorder = _recorder, threading.get_ident()
+    here = threading.get_ident()
+    _recorders.append(here)
     try:
         with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
             yield
     finally:
-        _recorder = before
+        _recorders.remove(here)
 
 
 class _Made(NamedTuple):
@@ -91,7 +94,8 @@ class Passes:
         twin: Twin,
         tensors: list[Tensor],
     ) -> None:
-        self.spec, self._twin, self._recorder, self._device = spec, twin, recorder, tensors[0].device
+        self.spec, self.needs, self._twin = spec, needs, twin
+        self._recorder, self._device = recorder, tensors[0].device
         self._shared = recorder.shared(self._device)
         self.calls: list[tuple[Count, str]] = []
         self.rooms = _copies(tensors, needs[len(twin.weights) :])
@@ -135,6 +139,7 @@ class Passes:
             return self._replay(weights, tensors)
 
     def _replay(self, weights: list[Tensor], tensors: list[Tensor]) -> tuple[list[Tensor], int]:
+        self._shared.turn = 0  # also if something raises
         self._twin.write(weights)
         copied(self.rooms, tensors)
         self._forward.replay()
@@ -146,7 +151,13 @@ class Passes:
 
     @torch.no_grad()
     def backward(
-        self, turn: int, state: Tensor, weights: list[Tensor], tensors: list[Tensor], cotangents: list[Tensor]
+        self,
+        turn: int,
+        state: Tensor,
+        weights: list[Tensor],
+        tensors: list[Tensor],
+        cotangents: list[Tensor],
+        same: bool = True,
     ) -> list[Tensor | None]:
         """Replay the backward of a call. The forward is replayed before it, with its random numbers, unless it was the last.
 
@@ -155,21 +166,25 @@ class Passes:
             state: that the random numbers had before it.
             weights, tensors: its inputs.
             cotangents: gradients of the results that have one.
+            same: whether nobody has written to its inputs since.
 
         Raises:
-            RuntimeError: the forward cannot be replayed any more.
+            RuntimeError: the forward would have to be replayed, and cannot be any more.
         """
         with self._shared.lock:
             if self._shared.turn != turn:
-                if not self._forward.is_valid():
+                if not same or not self._forward.is_valid():
+                    why = "a recording failed" if same else "an input without a gradient was written to"
                     raise RuntimeError(
-                        "a recording failed between the forward and the backward of a call, so it has no backward any more; "
+                        f"{why} between the forward and the backward of a call, so it has no backward any more; "
                         "run the step again"
                     )
                 now = self.random_state()
-                self._recorder.set_random_state(self._device, state)
-                self._replay(weights, tensors)
-                self._recorder.set_random_state(self._device, now)
+                try:
+                    self._recorder.set_random_state(self._device, state)
+                    self._replay(weights, tensors)
+                finally:
+                    self._recorder.set_random_state(self._device, now)
             copied(self._cotangents, cotangents)
             self._shared.turn = 0  # the backward overwrites what the forward left
             self._backward.replay()
@@ -186,7 +201,9 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, passes: Passes, count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.passes, ctx.count, ctx.state = passes, count, passes.random_state()
         results, ctx.turn = passes.forward(list(inputs[:count]), list(inputs[count:]))
-        ctx.save_for_backward(*inputs)
+        ctx.save_for_backward(*(x for x, need in zip(inputs, passes.needs, strict=True) if need))
+        ctx.others = [None if need else x for x, need in zip(inputs, passes.needs, strict=True)]
+        ctx.at = keeping.states(x for x in ctx.others if x is not None)
         ctx.mark_non_differentiable(*(x for x, has in zip(results, passes.differentiable, strict=True) if not has))
         return tuple(results)
 
@@ -194,9 +211,11 @@ class _Replayed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         passes: Passes = ctx.passes
-        inputs = list(ctx.saved_tensors)
+        saved = iter(ctx.saved_tensors)
+        inputs = [next(saved) if x is None else x for x in ctx.others]
         wanted = [x for x, has in zip(cotangents, passes.differentiable, strict=True) if has]
-        found = passes.backward(ctx.turn, ctx.state, inputs[: ctx.count], inputs[ctx.count :], wanted)
+        same = keeping.states(x for x in ctx.others if x is not None) == ctx.at
+        found = passes.backward(ctx.turn, ctx.state, inputs[: ctx.count], inputs[ctx.count :], wanted, same)
         return None, None, *found
 
 
@@ -217,9 +236,12 @@ class GradientKind(CallKind):
         super().drop()
         self._passes = None  # a backward that is still to come keeps it
 
-    def record(self, recorder: Recorder, run: Callable[..., Any], *args: Any, **options: Any) -> None:
+    def record(
+        self, recorder: Recorder, run: Callable[..., Any], module: nn.Module, seen: Seen, call: Call, *args: Any, **options: Any
+    ) -> None:
+        recorder.shared(call.tensors[0].device).forget()  # the twin gets other weights
         with _recording():
-            super().record(recorder, run, *args, **options)
+            super().record(recorder, run, module, seen, call, *args, **options)
 
     def _record(
         self,
@@ -293,7 +315,8 @@ class GradientKind(CallKind):
         outputs = [x for x in results if x.requires_grad]
         cotangents = [torch.randn_like(x) for x in outputs] if cotangents is None else cotangents
         sources = [x for x, need in zip((*weights, *tensors), self.needs, strict=True) if need]
-        found = iter(torch.autograd.grad(outputs, sources, cotangents, allow_unused=True))
+        with torch.autocast(device.type, enabled=False):  # as outside of it, where a backward runs
+            found = iter(torch.autograd.grad(outputs, sources, cotangents, allow_unused=True))
         return [next(found) if need else None for need in self.needs], cotangents
 
 
@@ -313,4 +336,11 @@ def _is_near(x: Tensor | None, y: Tensor | None, again: Tensor | None) -> bool:
     """
     if x is None or y is None or again is None:
         return x is y
-    return bool((x - y).norm() <= _NEAR * y.norm() + _NOISE * (y - again).norm()) or same_bits(x, y)
+    limit = _NEAR * _norm(y) + _NOISE * _norm(y, again)
+    return (math.isfinite(limit) and _norm(x, y) <= limit) or same_bits(x, y)
+
+
+def _norm(x: Tensor, minus: Tensor | None = None) -> float:
+    """The L2 norm of a gradient, or of a difference, which float16 could not hold."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return float((x.to(dtype) if minus is None else x.to(dtype) - minus.to(dtype)).norm())

@@ -19,7 +19,8 @@ _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 
 _parts_of = operator.itemgetter("_parameters", "_buffers", "_modules")
 _version_of = operator.attrgetter("_version")
-_hooks_of = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
+_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+_hooks_of = operator.itemgetter(*(f"_{name}" for name in _HOOKS))
 
 
 class Seen:
@@ -92,7 +93,7 @@ class Seen:
 
     def has_hooks(self) -> bool:
         """Return whether a hook runs when one of the modules inside is called. Hooks on these count as of the last look."""
-        return self._hooked or any((torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks))
+        return self._hooked or any(getattr(torch_modules, f"_global_{name}") for name in _HOOKS)
 
     def structure(self) -> Hashable:
         """A key that is equal for modules that compute the same with the same weights.
@@ -179,7 +180,7 @@ class Seen:
         return [*map(Tensor.data_ptr, tensors), *map(_version_of, itertools.compress(tensors, self._versioned))]  # type: ignore[arg-type]
 
     def _layouts_of_weights(self) -> list[tuple[Any, ...]]:
-        return [(x.dtype, x.shape, x.stride()) for x in self.weights]
+        return [(x.dtype, x.device, x.shape, x.stride()) for x in self.weights]
 
     def _obstacle(self, of: nn.Module, inner: list[nn.Module], trains: bool) -> str:
         weights = self.weights

@@ -62,6 +62,15 @@ class Shared:
         self._graphs.update(graphs)
         return self._pool
 
+    def leave_pool(self) -> None:
+        """Take another pool from now on: a capture that was broken off may have left this one unusable."""
+        self._graphs = weakref.WeakSet()
+
+    def forget(self) -> None:
+        """Have a backward that is still to come replay its forward: what that left is overwritten."""
+        with self.lock:
+            self.turn = 0
+
 
 def modes(kind: str) -> tuple[Any, ...]:
     """The state of this thread, and of the process, that decides what torch computes on a type of device."""
@@ -163,11 +172,7 @@ class Recorder:
             return backward(forward())
 
         shared = self.shared(device)
-        try:
-            return self._beside(run, device, True, lambda side: self._record_both(forward, backward, side, shared))
-        except BaseException:
-            self._shared.pop(torch.cuda.current_stream(device), None)  # a capture that is broken off may leave it unusable
-            raise
+        return self._beside(run, device, True, lambda side: self._record_both(forward, backward, side, shared))
 
     def _beside(
         self, run: Callable[[], Any], device: torch.device, draws: bool, record: Callable[[torch.cuda.Stream], Recorded]
@@ -200,11 +205,15 @@ class Recorder:
             return Recorder._broken == broken
 
         low = torch.autocast("cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), cache_enabled=False)
-        with _cleared():
-            with low, _capturing(graphs[0], pool, side):
-                result = forward()
-            with torch.autocast("cuda", enabled=False), _capturing(graphs[1], pool, side):
-                gradients = backward(result)
+        try:
+            with _cleared():
+                with low, _capturing(graphs[0], pool, side):
+                    result = forward()
+                with torch.autocast("cuda", enabled=False), _capturing(graphs[1], pool, side):
+                    gradients = backward(result)
+        except BaseException:
+            shared.leave_pool()
+            raise
         first = Recording(graphs[0].replay, result, is_valid, size=_reserved(side.device) - before)
         return first, Recording(graphs[1].replay, gradients, is_valid)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from evoattn.clients import site
-from evoattn.clients.graphs.call_kinds import MOST_COPIED, Call, CallKind
+from evoattn.clients.graphs.call_kinds import MOST_COPIED, MOVES, WORTH, Call, CallKind
 from evoattn.clients.graphs.gradients import GradientKind, is_recorded_elsewhere
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import Recorder
@@ -32,6 +32,9 @@ FIRST = "among the first calls of their kind"
 
 _RECORDED = 8
 """Recordings kept for one function. Each has a memory pool, with the weights as autocast casts or as layers split them."""
+
+_TRIED = 8
+"""Recordings of one structure that need not have paid."""
 
 _MOST_BYTES = 4 << 30
 """Bytes of them all. The newest is kept, whatever its size."""
@@ -73,6 +76,11 @@ class Kinds(collections.OrderedDict[Any, CallKind]):
     def __init__(self) -> None:
         super().__init__()
         self.twins = Twins()
+        self.recorded = self.replayed = 0
+
+    def pay(self) -> bool:
+        """Return whether another recording may pay, as those before did."""
+        return self.recorded < _TRIED or self.replayed >= WORTH * self.recorded
 
 
 class _Known:
@@ -168,6 +176,7 @@ class Steps:
                 if stands and kind.checked:
                     result = kind.replay(call.tensors, known.seen, run)
                     kind.count()
+                    known.kinds.replayed += 1
                     known.trusted = run
                     self._count.count_replaced()
                     return result
@@ -209,8 +218,7 @@ class Steps:
             spec = flat((call.args, call.kwargs), seen.device, tensors)
         except NotCaptured as error:
             return str(error), None, None
-        needs = tuple(x.requires_grad for x in (*seen.weights, *tensors)) if torch.is_grad_enabled() else ()
-        needs = needs if any(needs) else ()
+        needs = _needs(seen.weights, tensors)
         if needs and not (self._shared and guards.is_recomputed()):
             return "a gradient may be wanted", None, None
         if not tensors or not guards.ordinary(tensors):
@@ -243,6 +251,10 @@ class Steps:
         if self._changed(kind.spec, before, call):
             kind.obstacle = "it changes its arguments"
         elif known.is_left_alone(at) and kind.is_ready(call.tensors, run):
+            if self._shared and not known.kinds.pay():
+                kind.obstacle = MOVES
+                return result
+            known.kinds.recorded += 1
             twins = known.kinds.twins if self._shared else None
             kind.record(self._recorder, self._original, module, known.seen, call, twins, run, only_reads=self._is_whole)
             self._drop_oldest()
@@ -288,3 +300,16 @@ class Steps:
             return flat((call.args, call.kwargs), call.tensors[0].device, after) != spec or keeping.states(after) != before
         except NotCaptured:
             return True
+
+
+def _needs(weights: list[Tensor], tensors: list[Tensor]) -> tuple[bool, ...]:
+    """Whether each weight and each tensor of the arguments needs a gradient. Empty: no one does.
+
+    A weight that is there twice has one gradient, at its first place.
+    """
+    if not torch.is_grad_enabled():
+        return ()
+    first = {id(x): place for place, x in reversed(tuple(enumerate(weights)))}
+    needs = [x.requires_grad and first[id(x)] == place for place, x in enumerate(weights)]
+    needs += [x.requires_grad for x in tensors]
+    return tuple(needs) if any(needs) else ()

@@ -90,10 +90,10 @@ class _Unread:
 
 
 def room_for(tensor: Tensor) -> Tensor:
-    """An uninitialised tensor that looks like another one: an expanded axis stays expanded."""
+    """An uninitialised tensor that looks like another one: an expanded axis stays expanded, and only then it is a view."""
     small = narrow_expanded(tensor)
     room = torch.empty_strided(small.shape, small.stride(), dtype=small.dtype, device=small.device)
-    return room.as_strided(tensor.shape, tensor.stride())
+    return room if room.shape == tensor.shape else room.as_strided(tensor.shape, tensor.stride())
 
 
 def copied(targets: list[Tensor], sources: list[Tensor]) -> None:

@@ -48,7 +48,8 @@ class Twin:
                     weights[i].data = part.view(weights[i].shape)
                 self._parts.append((packed, places))
         for weight, need in zip(weights, needs or (), strict=needs is not None):
-            weight.requires_grad_(need)
+            if need:  # one that is there twice needs one gradient, at its first place
+                weight.requires_grad_()
         self._others = [i for i in range(len(weights)) if i not in alone]
         self._targets = [weights[i] for i in self._others]
 

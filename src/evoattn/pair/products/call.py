@@ -78,9 +78,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, precision: 
         return F.linear(x, weight, bias)
     low = precision == "exact"
     if is_recorded(x, weight, bias):
-        if x.shape[-1] < NARROWEST or weight.shape[0] < NARROWEST:
-            return F.linear(x, weight, bias)
-        return _differentiable(x, weight, bias, low)
+        return _differentiable(x, weight, bias, low) if _fits(x, weight) else F.linear(x, weight, bias)
     from evoattn.pair.products import steps
 
     halves = made_once(precision, (weight,), lambda: steps.split_weights([weight], low=low))
@@ -120,7 +118,7 @@ def linear_of_layer(
         is small.
     """
     others = (bias, gate, *(() if norm is None else norm[:2]))
-    if not _is_large(x, weight) or not takes(x, weight, bias):
+    if not takes(x, weight, bias) or not _is_large(x, weight):
         return None
     if is_recorded(x, weight, *others) or any(y is not None and y.dtype != torch.float32 for y in (weight, *others)):
         return None
@@ -157,9 +155,15 @@ def _is_large(x: Tensor, weight: Tensor) -> bool:
     return (cards.capability(x.device) or (0, 0)) >= _OLDEST
 
 
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a product has channels enough for gradients by the kernels, and no row that is too wide for a program."""
+    channels = (x.shape[-1], weight.shape[0])
+    return min(channels) >= NARROWEST and max(channels) <= WIDEST
+
+
 def _is_trained(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Return whether the kernels compute a product of a layer that has gradients, and its gradients."""
-    if min(x.shape[-1], weight.shape[0]) < NARROWEST or not _is_large(x, weight) or not takes(x, weight, bias):
+    if not _fits(x, weight) or not takes(x, weight, bias) or not _is_large(x, weight):
         return False
     return all(y is None or y.dtype == torch.float32 for y in (weight, bias))
 

@@ -33,6 +33,7 @@ from training_steps import SOURCE, cropped, drawn, loss_of
 
 import evoattn
 from evoattn.bench import machine
+from evoattn.core.devices import installed_version
 
 PROGRAM = PROGRAMS["boltz2"]
 RUNS = ("as installed", "rounded", "evoattn")
@@ -156,7 +157,7 @@ def main() -> int:
     parser.add_argument("--commit", metavar="HASH", help="the commit that the record names (default: that of the checkout)")
     options = parser.parse_args()
     facts = {key: x for key, x in machine.facts(options.device, options.commit).items() if x is not None}
-    record = case_records.begun(options.json, {"schema": 1, "machine": facts, "programs": {}, "cases": []})
+    record = case_records.begun(options.json, {"schema": 1, "machine": facts, "programs": {"boltz": installed_version("boltz")}, "cases": []})
     features = toy(options.tokens, options.rows, options.device)
     found = map(functools.partial(compared, features, steps=options.steps), (getattr(torch, x) for x in options.dtypes))
     failed = False

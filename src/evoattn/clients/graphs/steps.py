@@ -303,7 +303,7 @@ class Steps:
 
 
 def _needs(weights: list[Tensor], tensors: list[Tensor]) -> tuple[bool, ...]:
-    """Whether each weight and each tensor of the arguments needs a gradient. Empty: no one does.
+    """The needs of gradients of each weight and of each tensor of the arguments. Empty: there is none.
 
     A weight that is there twice has one gradient, at its first place.
     """

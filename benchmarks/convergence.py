@@ -157,7 +157,9 @@ def main() -> int:
     parser.add_argument("--commit", metavar="HASH", help="the commit that the record names (default: that of the checkout)")
     options = parser.parse_args()
     facts = {key: x for key, x in machine.facts(options.device, options.commit).items() if x is not None}
-    record = case_records.begun(options.json, {"schema": 1, "machine": facts, "programs": {"boltz": installed_version("boltz")}, "cases": []})
+    record = case_records.begun(
+        options.json, {"schema": 1, "machine": facts, "programs": {"boltz": installed_version("boltz")}, "cases": []}
+    )
     features = toy(options.tokens, options.rows, options.device)
     found = map(functools.partial(compared, features, steps=options.steps), (getattr(torch, x) for x in options.dtypes))
     failed = False

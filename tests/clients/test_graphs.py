@@ -245,14 +245,14 @@ def test_a_recorder_that_fails_once_is_not_asked_again(watched: Watched) -> None
 
 def test_a_replay_that_fails_when_it_is_compared(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     watched.agrees(2)
-    original = call_kinds.room_for
+    original = call_kinds.copies
 
-    def no_memory(x: Tensor) -> Tensor:
+    def no_memory(x: list[Tensor]) -> list[Tensor]:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(call_kinds, "room_for", no_memory)
+    monkeypatch.setattr(call_kinds, "copies", no_memory)
     watched.agrees(3)
-    monkeypatch.setattr(call_kinds, "room_for", original)
+    monkeypatch.setattr(call_kinds, "copies", original)
     watched.agrees(3)
     assert watched.count.passed_on == {FIRST: 3, "it cannot be recorded: OutOfMemoryError: CUDA out of memory": 5}
     assert recordings(watched) == 0

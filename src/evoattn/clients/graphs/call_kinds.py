@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from evoattn.clients import site
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import Recorder, Recording
-from evoattn.clients.graphs.trees import NotCaptured, Spec, copied, flat, nested, room_for, same_bits
+from evoattn.clients.graphs.trees import NotCaptured, Spec, copied, copies, flat, nested, room_for, same_bits
 from evoattn.clients.graphs.twins import Twin, Twins
 from evoattn.clients.site import Count, taped
 from evoattn.core import keeping
@@ -278,9 +278,7 @@ class CallKind:
         if self._twin is not None:
             self._twin.write(seen.weights)
         self._recording.replay()
-        results = [room_for(x) for x in self._results]  # strides stay, on which later kernels may depend
-        copied(results, self._results)
-        return nested(self._result_spec, iter(results))
+        return nested(self._result_spec, iter(copies(self._results)))
 
     def count(self) -> None:
         """Count the calls that were taped while the recording was made: a replay stands for all of them."""

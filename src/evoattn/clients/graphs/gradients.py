@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from evoattn.clients.graphs.call_kinds import Call, CallKind, check_result
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import Recorder, Recording
-from evoattn.clients.graphs.trees import NotCaptured, Spec, copied, flat, nested, room_for, same_bits
+from evoattn.clients.graphs.trees import NotCaptured, Spec, copied, copies, flat, nested, same_bits
 from evoattn.clients.graphs.twins import Twin
 from evoattn.clients.site import Count, taped
 from evoattn.core import keeping
@@ -94,11 +94,11 @@ class Passes:
         twin: Twin,
         tensors: list[Tensor],
     ) -> None:
-        self.spec, self.needs, self._twin = spec, needs, twin
+        self.needs, self._twin = needs, twin
         self._recorder, self._device = recorder, tensors[0].device
         self._shared = recorder.shared(self._device)
         self.calls: list[tuple[Count, str]] = []
-        self.rooms = _copies(tensors, needs[len(twin.weights) :])
+        self.rooms = _leaves(tensors, needs[len(twin.weights) :])
         sources = [x for x, need in zip((*twin.weights, *self.rooms), needs, strict=True) if need]
 
         def forward() -> _Made:
@@ -120,8 +120,7 @@ class Passes:
         self.result_spec, self._cotangents = made.spec, made.cotangents
         self.differentiable = [x.requires_grad for x in made.results]
         self._results = [x.detach() for x in made.results]
-        gradients = iter(self._backward.result)
-        self._gradients = [next(gradients) if need else None for need in needs]
+        self._gradients = _placed(self._backward.result, needs)
         self._forward.result = None  # with the graph of autograd
 
     @property
@@ -145,9 +144,7 @@ class Passes:
         self._forward.replay()
         self._shared.turns += 1
         turn = self._shared.turn = self._shared.turns
-        results = [room_for(x) for x in self._results]  # strides stay, on which later kernels may depend
-        copied(results, self._results)
-        return results, turn
+        return copies(self._results), turn
 
     @torch.no_grad()
     def backward(
@@ -188,10 +185,8 @@ class Passes:
             copied(self._cotangents, cotangents)
             self._shared.turn = 0  # the backward overwrites what the forward left
             self._backward.replay()
-            gradients = [None if x is None else room_for(x) for x in self._gradients]
-            moved = [(x, y) for x, y in zip(gradients, self._gradients, strict=True) if x is not None and y is not None]
-            copied([x for x, _ in moved], [y for _, y in moved])
-            return gradients
+            there = [x is not None for x in self._gradients]
+            return _placed(copies([x for x in self._gradients if x is not None]), there)
 
 
 class _Replayed(torch.autograd.Function):
@@ -307,7 +302,7 @@ class GradientKind(CallKind):
         """The gradients of the twin, None for those that are not needed; and the cotangents, random ones if none are given."""
         assert self._twin is not None
         weights = self._twin.weights
-        tensors = _copies(call.tensors, self.needs[len(weights) :])
+        tensors = _leaves(call.tensors, self.needs[len(weights) :])
         args, kwargs = nested(self.spec, iter(tensors))
         results: list[Tensor] = []
         with taped([]), torch.enable_grad():
@@ -316,16 +311,20 @@ class GradientKind(CallKind):
         cotangents = [torch.randn_like(x) for x in outputs] if cotangents is None else cotangents
         sources = [x for x, need in zip((*weights, *tensors), self.needs, strict=True) if need]
         with torch.autocast(device.type, enabled=False):  # as outside of it, where a backward runs
-            found = iter(torch.autograd.grad(outputs, sources, cotangents, allow_unused=True))
-        return [next(found) if need else None for need in self.needs], cotangents
+            found = torch.autograd.grad(outputs, sources, cotangents, allow_unused=True)
+        return _placed(found, self.needs), cotangents
 
 
 @torch.no_grad()
-def _copies(tensors: list[Tensor], needs: tuple[bool, ...]) -> list[Tensor]:
+def _leaves(tensors: list[Tensor], needs: tuple[bool, ...]) -> list[Tensor]:
     """Copies of tensors, leaves of a graph of autograd, of which some need a gradient."""
-    rooms = [room_for(x) for x in tensors]
-    copied(rooms, tensors)
-    return [room.requires_grad_(need) for room, need in zip(rooms, needs, strict=True)]
+    return [x.requires_grad_(need) for x, need in zip(copies(tensors), needs, strict=True)]
+
+
+def _placed(gradients: Sequence[Tensor | None], there: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients at the places where there is one, None at the others."""
+    each = iter(gradients)
+    return [next(each) if is_there else None for is_there in there]
 
 
 def _is_near(x: Tensor | None, y: Tensor | None, again: Tensor | None) -> bool:

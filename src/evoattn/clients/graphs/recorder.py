@@ -196,18 +196,13 @@ class Recorder:
         self, forward: Callable[[], Any], backward: Callable[[Any], Any], side: torch.cuda.Stream, shared: Shared
     ) -> tuple[Recording, Recording]:
         """Two graphs with one pool: the backward finds there what autograd saved. It casts nothing, as outside of autocast."""
-        graphs, broken = (torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()), Recorder._broken
+        graphs, is_valid = (torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()), self._validity()
         pool = shared.pool(graphs, torch.cuda.graph_pool_handle)
         _make_room(side.device)
         before = _reserved(side.device)
-
-        def is_valid() -> bool:
-            return Recorder._broken == broken
-
-        low = torch.autocast("cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), cache_enabled=False)
         try:
             with _cleared():
-                with low, _capturing(graphs[0], pool, side):
+                with _autocast(cached=False), _capturing(graphs[0], pool, side):
                     result = forward()
                 with torch.autocast("cuda", enabled=False), _capturing(graphs[1], pool, side):
                     gradients = backward(result)
@@ -216,6 +211,12 @@ class Recorder:
             raise
         first = Recording(graphs[0].replay, result, is_valid, size=_reserved(side.device) - before)
         return first, Recording(graphs[1].replay, gradients, is_valid)
+
+    @staticmethod
+    def _validity() -> Callable[[], bool]:
+        """A function that tells whether no recording has failed since."""
+        broken = Recorder._broken
+        return lambda: Recorder._broken == broken
 
     def _record(self, run: Callable[[], Any], side: torch.cuda.Stream, once: bool, anew: bool) -> Recording:
         """A graph, and one that makes `once` what the first one reads.
@@ -227,15 +228,10 @@ class Recorder:
 
         The same holds for what cuBLAS works in: torch makes it anew in the pool, where nobody frees it under the graph.
         """
-        pool, graph, broken = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph(), Recorder._broken
+        pool, graph, is_valid = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph(), self._validity()
         _make_room(side.device)
         before = _reserved(side.device)
-
-        def is_valid() -> bool:
-            return Recorder._broken == broken
-
-        low = torch.autocast("cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), cache_enabled=once)
-        with _cleared(), low:
+        with _cleared(), _autocast(cached=once):
             if not once:
                 with _capturing(graph, pool, side):
                     result = run()
@@ -247,6 +243,11 @@ class Recorder:
             with _capturing(graph, pool, side):
                 result = run()
             return Recording(graph.replay, result, is_valid, begin.replay, kept, _reserved(side.device) - before)
+
+
+def _autocast(*, cached: bool) -> torch.autocast:
+    """Autocast as it is, with casts of weights that are `cached` inside or made at each use."""
+    return torch.autocast("cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), cache_enabled=cached)
 
 
 _reserved = torch.cuda.memory_reserved

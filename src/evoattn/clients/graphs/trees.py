@@ -102,6 +102,13 @@ def copied(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_([narrow_expanded(x) for x in targets], [narrow_expanded(x) for x in sources])
 
 
+def copies(tensors: list[Tensor]) -> list[Tensor]:
+    """New tensors with the values of others, and with their strides, on which later kernels may depend."""
+    rooms = [room_for(x) for x in tensors]
+    copied(rooms, tensors)
+    return rooms
+
+
 def same_bits(x: Tensor, y: Tensor) -> bool:
     """Return whether two tensors hold the same bits: a NaN is itself, and -0 is not 0."""
     if x.shape != y.shape or x.dtype != y.dtype:

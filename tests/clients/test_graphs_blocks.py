@@ -172,8 +172,8 @@ def test_lengths_share_a_twin() -> None:
     assert twin() is None
 
 
-def test_weights_of_a_twin_are_packed() -> None:
-    """By dtype, so that one launch writes them. Those of other strides or sizes, and those that are there twice, stay."""
+def test_a_twin_gets_weights_of_all_kinds() -> None:
+    """Of several dtypes, strides and sizes, and those that are there twice. Autocast changes nothing."""
 
     def module(seed: int) -> nn.Module:
         a, b, turned, odd = (draw(seed + i, *shape) for i, shape in enumerate(((16, 8), (256,), (8, 16), (3,))))
@@ -183,15 +183,15 @@ def test_weights_of_a_twin_are_packed() -> None:
             made.register_buffer(f"w{i}", x)
         return made
 
-    twin, fresh, other = Twin(module(0)), module(0), module(100)
+    first = module(0)
+    twin, other = Twin(first), module(100)
     targets, sources = Seen(twin.module).weights, Seen(other).weights
-    assert targets[2].data_ptr() == targets[0].data_ptr() + targets[0].nbytes
-    assert not {targets[i].untyped_storage().data_ptr() for i in (1, 3, 5, 8)} & {targets[0].untyped_storage().data_ptr()}
-    assert all(map(torch.equal, targets, Seen(fresh).weights)), "their values stay"
+    assert all(map(torch.equal, targets, Seen(first).weights)), "their values stay"
+    assert not {x.data_ptr() for x in targets if x.numel()} & {x.data_ptr() for x in Seen(first).weights}
     with torch.autocast("cpu", torch.bfloat16):
         twin.write(sources)
     assert all(map(torch.equal, targets, sources))
-    assert all(x.dtype == y.dtype for x, y in zip(targets, sources, strict=True))
+    assert [(x.dtype, x.stride()) for x in targets] == [(x.dtype, x.stride()) for x in sources]
 
 
 class Setting:

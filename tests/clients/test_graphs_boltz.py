@@ -181,3 +181,34 @@ def test_boltz_trunk_is_trained(saves: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert all(map(torch.equal, trained, expected))
     steps = patched.steps["boltz.model.layers.pairformer:PairformerLayer.forward"]
     assert steps == ({"": 36 - 6, FIRST: 6} if saves else {"": 0, "a gradient may be wanted": 18})
+
+
+@pytest.mark.slow
+def test_layers_of_boltz_denoiser_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of tokens, for two structures of two samples: gradients are those of the originals. In inference no layer is."""
+    module = pytest.importorskip("boltz.model.modules.transformersv2", reason="Boltz is not installed", exc_type=ImportError)
+    monkeypatch.setattr(graphs, "Recorder", Traced)
+    tokens = module.DiffusionTransformer(5, 4, dim=16, dim_single_cond=8, activation_checkpointing=True).train()
+    with torch.no_grad():
+        for x in tokens.parameters():
+            x.normal_(0, 0.3)
+    a, s, bias, mask = draw(1, 4, 6, 16), draw(2, 4, 6, 8), draw(3, 2, 6, 6, 20), torch.ones(4, 6)
+
+    def train() -> list[Any]:
+        found: list[Any] = []
+        for _ in range(3):
+            inputs = [x.clone().requires_grad_() for x in (a, s, bias)]
+            y = tokens(*inputs, mask, multiplicity=2)
+            y.square().sum().backward()
+            found += [y.detach(), *(x.grad for x in (*inputs, *tokens.parameters()))]
+            tokens.zero_grad()
+        return found
+
+    with evoattn.patch("boltz", layers=False, graphs=False):
+        expected = train()
+    with evoattn.patch("boltz", layers=False, graphs=True) as patched:
+        trained = train()
+        tokens.eval()(a, s, bias, mask, multiplicity=2)
+    steps = patched.steps["boltz.model.modules.transformersv2:DiffusionTransformerLayer.forward"]
+    assert steps == {"": 30 - 6, FIRST: 6}
+    assert all(map(torch.equal, trained, expected))

@@ -332,6 +332,7 @@ def _client(
                 *(f"{there}.pairformer:{name}" for name in ("PairformerLayer", "PairformerNoSeqLayer")),
                 *(f"{package}.model.modules.{name}:MSALayer" for name in msas),
             ),
+            *diffusion.recorded_layers(transformers),
         ),
         command=command,
         known={**shared, **(known or {}), **diffusion.known(transformers)},

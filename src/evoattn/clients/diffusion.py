@@ -349,6 +349,21 @@ def trained(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
     return forward
 
 
+def replayed(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
+    """The `forward` of a layer of tokens, recorded in training, for all layers of one structure.
+
+    In inference the whole denoiser is recorded. A layer of atoms takes a function, which a recording cannot follow.
+    """
+    recorded = graphs.step(original, count, shared=True)
+
+    def forward(self: Any, a: Any, s: Any, *args: Any, **kwargs: Any) -> Any:
+        of_atoms = (len(args) > 2 and args[2] is not None) or kwargs.get("to_keys") is not None
+        return (recorded if self.training and not of_atoms else original)(self, a, s, *args, **kwargs)
+
+    forward._evoattn_steps = recorded._evoattn_steps  # type: ignore[attr-defined]
+    return forward
+
+
 def may_have_kernels(module: nn.Module) -> bool:
     return keeps() and next(module.parameters()).is_cuda
 
@@ -362,6 +377,13 @@ def boltz_sites(transformers: Mapping[str, KnownLayer]) -> tuple[Site, ...]:
         *(Site(x, "DiffusionTransformerLayer.forward", replace, counted=bool(replace)) for x, replace in layers.items()),
         *(Site(module, f"{name}.forward", counted=False) for module in transformers for name in checked),
         Site(f"{next(iter(transformers)).rpartition('.')[0]}.utils", "SwiGLU.forward", counted=False),
+    )
+
+
+def recorded_layers(transformers: Mapping[str, KnownLayer]) -> tuple[Site, ...]:
+    """The layers in these modules that are recorded in training: those whose pair biases come with a call."""
+    return tuple(
+        Site(module, "DiffusionTransformerLayer.forward", replayed) for module, known in transformers.items() if known is BOLTZ2
     )
 
 

@@ -181,6 +181,8 @@ def with_axes(x: Tensor, ndim: int) -> Tensor:
 
 def narrow_expanded(x: Tensor) -> Tensor:
     """One entry of each axis along which a tensor was expanded."""
+    if 0 not in x.stride():
+        return x
     for axis in range(x.ndim):
         if x.shape[axis] > 1 and x.stride(axis) == 0:
             x = x.narrow(axis, 0, 1)

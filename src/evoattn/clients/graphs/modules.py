@@ -19,6 +19,7 @@ _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 
 _parts_of = operator.itemgetter("_parameters", "_buffers", "_modules")
 _version_of = operator.attrgetter("_version")
+_layout_of = operator.attrgetter("dtype", "device", "shape")
 _HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 _hooks_of = operator.itemgetter(*(f"_{name}" for name in _HOOKS))
 
@@ -180,7 +181,8 @@ class Seen:
         return [*map(Tensor.data_ptr, tensors), *map(_version_of, itertools.compress(tensors, self._versioned))]  # type: ignore[arg-type]
 
     def _layouts_of_weights(self) -> list[tuple[Any, ...]]:
-        return [(x.dtype, x.device, x.shape, x.stride()) for x in self.weights]
+        weights = self.weights
+        return [*map(_layout_of, weights), *map(Tensor.stride, weights)]
 
     def _obstacle(self, of: nn.Module, inner: list[nn.Module], trains: bool) -> str:
         weights = self.weights

@@ -11,11 +11,12 @@ import copyreg
 import enum
 import functools
 import logging
+import operator
 import re
 import threading
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -230,16 +231,23 @@ class ClassLook:
         own = vars(kind)
         own_names = () if _root(kind.__module__) == "torch" else (x for x in own if not x.startswith(("__", "_abc_")))
         self._containers = [name for name in own_names if _is_spread(own[name])]
-        self._left_out = _LAZY.union(self._containers)
+        self._properties = [name for name, value in own.items() if type(value) is property]
+        plain = [x for x in own if x not in {*self._containers, *self._properties, *_LAZY}]
+        self._get = operator.itemgetter("__module__", "__module__", *plain)  # two, to get a tuple
+        self._size = self._count(own)
+
+    @staticmethod
+    def _count(own: Mapping[str, Any]) -> int:
+        return len(own) - sum(map(own.__contains__, _LAZY))
 
     def append(self, values: list[Any]) -> None:
-        """Append everything in the class that may differ to a list. TypeError: the class is gone."""
+        """Append everything in the class that may differ to a list. TypeError: the class is gone. KeyError: an attribute is."""
         own = vars(self._kind())
-        for name, value in own.items():
-            if type(value) is property:  # cannot be told from another one at its address, but its functions can
-                values += (value.fget, value.fset, value.fdel)
-            elif name not in self._left_out:
-                values.append(value)
+        values.append(self._count(own) == self._size)
+        values += self._get(own)
+        for name in self._properties:  # cannot be told from another one at its address, but its functions can
+            value = own[name]
+            values += (value.fget, value.fset, value.fdel)
         for name in self._containers:
             spread(own[name], values)
 

@@ -25,7 +25,7 @@ WIDEST = 16384
 NARROWEST = 256
 """Channels from which gradients are computed by the kernels, and the forwards of calls that have some. A guess."""
 
-_ROWS = 2048
+_ROWS = 6144
 """Rows over which the gradient of a weight is added up at a time. A sum of more would lose more than cuBLAS' does."""
 
 SMALLEST = 1 << 29

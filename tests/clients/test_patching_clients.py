@@ -148,6 +148,21 @@ def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(single: bool, m
     assert sum(count.passed_on.values()) == (0 if single else 2), "what is inside counts"
 
 
+def test_boltz_leaves_long_pairs_that_an_attention_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where torch's norm of these takes longer than the host."""
+    monkeypatch.setattr(boltz, "faster_as_installed", lambda *_: "few")
+    monkeypatch.setattr(boltz, "LONG", 5)
+    forward = boltz.unless_faster_as_installed(lambda *_: lambda *args, **named: "ours")(lambda *args: "theirs", Count())
+    projection = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 4))
+
+    def outcome(length: int, projects: bool = True, on_gpu: bool = True) -> str:
+        client = types.SimpleNamespace(num_heads=4, proj_z=projection if projects else torch.nn.Identity())
+        s = types.SimpleNamespace(is_cuda=on_gpu, shape=(1, length, 3))
+        return str(forward(client, s, torch.zeros(1, length, length, 8), None, s))
+
+    assert [outcome(5), outcome(6), outcome(6, projects=False), outcome(6, on_gpu=False)] == ["theirs", "ours"] + 2 * ["theirs"]
+
+
 def test_pace_of_a_step_of_boltz_1_is_told_by_its_cached_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its second step has no pair representation."""
     sizes: list[tuple[int, ...]] = []
@@ -171,7 +186,9 @@ def test_float32_attention_with_pair_bias_of_few_residues_is_left_to_the_client(
 
     assert [left(single, x) for x in (287, 288)] == [True, False] and not left(triangle, 5)
     with torch.no_grad():
-        assert [left(single, x) for x in (1023, 1024)] == [True, False] and not left(triangle, 5)
+        assert [left(single, x) for x in (512, 513)] == [True, False] and not left(triangle, 5)
+        layers[0].layer_norm_z = None
+        assert [left(single, x) for x in (1023, 1024)] == [True, False], "its pair bias comes with the call"
         with repeated():
             assert not left(single, 5)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from evoattn.clients import diffusion, graphs, initial, sampling, writing
 from evoattn.clients.arguments import forwards, ignore
 from evoattn.clients.blocks import END, KnownBlock, PairLayers, SplitBlock
-from evoattn.clients.calls import additive, faster_as_installed, kernel, multiplication
+from evoattn.clients.calls import LONG, additive, faster_as_installed, kernel, multiplication
 from evoattn.clients.known import KnownLayer, averaging, channels_of, features, renamed, transition, triangle
 from evoattn.clients.layers import FEW, layer, sites
 from evoattn.clients.site import Client, Count, Replace, Site, named, replacement
@@ -34,8 +34,8 @@ def unless_faster_as_installed(replace: Replace, *, counted: bool = True) -> Rep
         def forward(self: Any, s: Tensor, z: Tensor | None, *rest: Any, **named: Any) -> Any:
             # From Boltz-1's second step on z is None, and its projection `[B, H, Q, K]` is in the cache.
             queries, keys = named["model_cache"]["z"].shape[-2:] if z is None else z.shape[-3:-1]
-            reason = faster_as_installed(s, queries, keys, s.shape[0] * self.num_heads * queries * keys)
-            if not reason:
+            is_busy = s.is_cuda and z is not None and max(queries, keys) > LONG and isinstance(self.proj_z, nn.Sequential)
+            if is_busy or not (reason := faster_as_installed(s, queries, keys, s.shape[0] * self.num_heads * queries * keys)):
                 return ours(self, s, z, *rest, **named)
             if counted:
                 count.count_passed_on(reason)

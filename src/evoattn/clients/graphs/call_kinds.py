@@ -170,6 +170,7 @@ class CallKind:
         loop: object | None,
         *,
         only_reads: bool,
+        looks: bool,
     ) -> None:
         """Record a call that has run.
 
@@ -179,7 +180,7 @@ class CallKind:
         weights at each replay.
 
         only_reads: whether nobody writes to what all calls share. Else a recording is not kept whose tensors do not tell that
-        they were written to.
+        they were written to. looks: as `Recorder.record` takes it.
         """
         self.drop()
         declined = site.declined()
@@ -194,7 +195,7 @@ class CallKind:
                     once = lambda twin: run(twin, *call.args, **call.kwargs)  # noqa: E731
                     self._twin = twins.of(module, seen, recorder, device, once, needs)
                     module, loop = self._twin.module, None
-                self._record(recorder, functools.partial(run, module), call.tensors, loop, only_reads)
+                self._record(recorder, functools.partial(run, module), call.tensors, loop, only_reads, looks)
         except Exception as error:  # whatever the client, a kernel or CUDA raises: the caller has its result already
             self.refuse(error)
         if site.declined() != declined:  # a kernel of the recording alone is being compiled: the next call is recorded
@@ -215,6 +216,7 @@ class CallKind:
         tensors: list[Tensor],
         loop: object | None,
         only_reads: bool,
+        looks: bool,
     ) -> None:
         me = weakref.ref(self)
 
@@ -236,13 +238,13 @@ class CallKind:
         _copy(rooms, tensors)
         facts = [(i, x.read, x.value) for i in sorted(self._still) if kept for x in keeping.facts_of(tensors[i], read[i])]
         try:
-            options = {"draws": self._copies, "once": loop is not None, "anew": kept}
+            options = {"draws": self._copies, "once": loop is not None, "anew": kept, "looks": looks}
             recording = recorder.record(again, tensors[0].device, **options)
         except NotCaptured:
             if not kept:
                 raise
             self._may_keep = False  # what the steps share is made by something that a graph cannot repeat
-            self._record(recorder, run, tensors, loop, only_reads)
+            self._record(recorder, run, tensors, loop, only_reads, looks)
             return
         results: list[Tensor] = []
         self._result_spec = flat(recording.result, tensors[0].device, results)

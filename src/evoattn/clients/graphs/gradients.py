@@ -243,8 +243,7 @@ class GradientKind(CallKind):
         recorder: Recorder,
         run: Callable[..., Any],
         tensors: list[Tensor],
-        loop: object | None,
-        only_reads: bool,
+        *_: object,
     ) -> None:
         assert self._twin is not None
         passes = Passes(recorder, run, self.spec, self.needs, self._twin, tensors)

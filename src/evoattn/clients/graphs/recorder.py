@@ -146,15 +146,24 @@ class Recorder:
         draws: bool = False,
         once: bool = False,
         anew: bool = False,
+        looks: bool = True,
     ) -> Recording:
         """Record a function, on a stream of the recorder's, or raise NotCaptured if that is known to be impossible.
 
         If it `draws`, each replay draws new random numbers. once: whether the recording makes only at its beginning what a
         sampling keeps, and autocast's casts of weights. Weights must not change until it begins again: a write through `.data`
         changes neither address nor version, so nobody would notice. anew: whether it makes all of that, and reads nothing that
-        the running sampling has.
+        the running sampling has. looks: whether to look first if a recording would do the same. That takes longer than the
+        recording; another length of what is recorded already needs it only if the recording fails.
         """
-        return self._beside(run, device, draws, lambda side: self._record(run, side, once, anew))
+
+        def record(side: torch.cuda.Stream) -> Recording:
+            return self._record(run, side, once, anew)
+
+        if not looks:
+            with contextlib.suppress(Exception):
+                return self._beside(None, device, draws, record)
+        return self._beside(run, device, draws, record)
 
     def shared(self, device: torch.device) -> Shared:
         """The memory of recordings of backwards on the current stream."""
@@ -175,16 +184,17 @@ class Recorder:
         return self._beside(run, device, True, lambda side: self._record_both(forward, backward, side, shared))
 
     def _beside(
-        self, run: Callable[[], Any], device: torch.device, draws: bool, record: Callable[[torch.cuda.Stream], Recorded]
+        self, run: Callable[[], Any] | None, device: torch.device, draws: bool, record: Callable[[torch.cuda.Stream], Recorded]
     ) -> Recorded:
-        """Look at what is to be recorded, then record on a stream of the recorder's."""
+        """Look at what is to be recorded, if that is given, then record on a stream of the recorder's."""
         current = torch.cuda.current_stream(device)
         side = self._streams.get(device)
         if side is None:
             side = self._streams[device] = torch.cuda.Stream(device)
         before = self.random_state(device)
         try:
-            scout(run, device, draws)
+            if run is not None:
+                scout(run, device, draws)
             side.wait_stream(current)
             with torch.cuda.stream(side), self._capture_lock:
                 return record(side)

@@ -20,7 +20,7 @@ from evoattn.clients.graphs.call_kinds import MOST_COPIED, MOVES, WORTH, Call, C
 from evoattn.clients.graphs.gradients import GradientKind, is_recorded_elsewhere
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import Recorder
-from evoattn.clients.graphs.trees import NotCaptured, Spec, flat, same_bits
+from evoattn.clients.graphs.trees import NotCaptured, Spec, flat, outline, same_bits
 from evoattn.clients.graphs.twins import Twins
 from evoattn.clients.kinds import ELSEWHERE
 from evoattn.clients.site import Count, is_taped, repeated
@@ -71,12 +71,17 @@ def _within_a_whole() -> Iterator[None]:
 
 
 class Kinds(collections.OrderedDict[Any, CallKind]):
-    """The kinds of calls of modules that share recordings: one module, or all of one structure."""
+    """The kinds of calls of modules that share recordings: one module, or all of one structure.
+
+    Attributes:
+        proven: what is recorded of other sizes already, as `outline` tells it, without a look before.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.twins = Twins()
         self.recorded = self.replayed = 0
+        self.proven: set[Spec] = set()
 
     def pay(self) -> bool:
         """Return whether another recording may pay, as those before did."""
@@ -256,7 +261,8 @@ class Steps:
                 return result
             known.kinds.recorded += 1
             twins = known.kinds.twins if self._shared else None
-            kind.record(self._recorder, self._original, module, known.seen, call, twins, run, only_reads=self._is_whole)
+            options = {"only_reads": self._is_whole, "looks": outline(kind.spec) not in known.kinds.proven}
+            kind.record(self._recorder, self._original, module, known.seen, call, twins, run, **options)
             self._drop_oldest()
         return result
 
@@ -288,6 +294,8 @@ class Steps:
             kind.refuse(error)
         finally:
             recorder.set_random_state(device, drawn)
+        if kind.checked and not kind.obstacle:
+            known.kinds.proven.add(outline(kind.spec))
         if torch.is_autocast_enabled(device.type):
             torch.clear_autocast_cache()  # of casts that replays do not need
         return result

@@ -56,6 +56,13 @@ def flat(value: Any, device: torch.device, tensors: list[Tensor]) -> Spec:
     return ("unread", f"a {kind.__name__}")
 
 
+def outline(spec: Spec) -> Spec:
+    """A spec without the sizes and strides of its tensors."""
+    if spec[0] == "tensor":
+        return "tensor", spec[1], len(spec)
+    return spec if spec[0] in ("plain", "unread") else (*spec[:2], *map(outline, spec[2:]))
+
+
 def nested(spec: Spec, tensors: Iterator[Tensor]) -> Any:
     """The value of a spec with other tensors, in the order of `flat`. Unread objects raise NotCaptured if they are read."""
     what, kind, *parts = spec

@@ -14,6 +14,9 @@ __all__ = ["Pair", "block", "newest", "summary"]
 Case = dict[str, Any]
 
 _TITLES = {"inference": "inference", "training": "training step"}
+BETWEEN = (384, 768)
+"""Lengths that the tables leave out: their times lie between those of the lengths around them."""
+
 _VALUES = {"z": "z", "dz": "gradient of z"}
 
 
@@ -81,14 +84,15 @@ def block(results: Path) -> str:
         releases = sorted({pair.release for pair in of})
         blocks = f"{CLIENTS[name].title} {', '.join(releases)}, ms / GiB"
         sources = ", ".join(f"`{source}`" for source in sorted({pair.source for pair in of}))
-        lines += [f"### {CLIENTS[name].title}", "", f"{blocks}, from {sources}:", "", _table(of), ""]
-        lines += ["Relative errors in the L2 norm, the largest of all lengths:", "", _errors(of), ""]
+        lines += [f"{blocks}, from {sources}:", "", _table(of), ""]
+    if pairs:
+        lines += ["Relative errors in the L2 norm, the largest of all lengths:", "", _errors(pairs), ""]
     return "\n".join(lines).rstrip() or "Not measured yet."
 
 
 def _table(pairs: list[Pair]) -> str:
     rows = [["dtype, card", "pass", "residues", "as installed", "with the patch", "times as fast", "of the memory"]]
-    for pair in pairs:
+    for pair in filter(lambda pair: pair.residues not in BETWEEN, pairs):
         speed = share = "-"
         if "median_ms" in pair.before:
             speed = f"{pair.before['median_ms'] / pair.after['median_ms']:.2f}"
@@ -106,12 +110,13 @@ def _cell(case: Case) -> str:
 
 
 def _errors(pairs: list[Pair]) -> str:
-    rows = [["dtype", *(f"{value}, {way}" for value in _VALUES.values() for way in ("as installed", "with the patch"))]]
-    for dtype in dict.fromkeys(pair.dtype for pair in pairs):
-        cells = []
+    ways = [f"{value}, {way}" for value in _VALUES.values() for way in ("as installed", "with the patch")]
+    rows = [["program", "dtype", *ways]]
+    for client, dtype in dict.fromkeys((pair.client, pair.dtype) for pair in pairs):
+        of, cells = [pair for pair in pairs if (pair.client, pair.dtype) == (client, dtype)], []
         for key in _VALUES:
-            for cases in zip(*((pair.before, pair.after) for pair in pairs if pair.dtype == dtype), strict=True):
+            for cases in zip(*((pair.before, pair.after) for pair in of), strict=True):
                 errors = [float(case["errors"][key]) for case in cases if key in case.get("errors", {})]
                 cells.append(f"{max(errors):.1e}" if errors else "-")
-        rows.append([dtype, *cells])
+        rows.append([CLIENTS[client].title, dtype, *cells])
     return markdown(rows)

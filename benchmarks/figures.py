@@ -116,9 +116,10 @@ def heading(part: Part, level: str) -> list[str]:
 def section(part: Part) -> list[str]:
     """One part of docs/benchmarks.md."""
     lines = [*heading(part, "###"), own_line(part.problems)]
-    if words := ceilings.as_text(part.record):
+    shown = pictures(part)
+    if shown and (words := ceilings.as_text(part.record)):
         lines.append(f"Ceilings of the device: {words}.")
-    for path in pictures(part):
+    for path in shown:
         lines += ["", f"![{_alt(path)}](figures/{path.name})"]
     return [*lines, "", f"{_passes(part)}, ms:", "", times_table(part.problems), ""]
 

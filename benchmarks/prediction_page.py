@@ -23,6 +23,9 @@ STEPS = 200
 TYPED = "evoattn run"
 """The way that README compares with `INSTALLED`: what one types to have it faster."""
 
+PATCHED = "evoattn.patch"
+"""The same without graphs, in these records."""
+
 SHOWN = {
     INSTALLED: INSTALLED,
     "cuEquivariance": "with cuEquivariance",
@@ -68,7 +71,7 @@ class Row(NamedTuple):
 def newest(records: dict[Path, dict[str, Any]]) -> list[Row]:
     """What was measured both as installed and under `evoattn run` on one kind of card, in the order of the programs."""
     found: dict[tuple[str, int], dict[str, Case]] = {}
-    for record in sorted(records.values(), key=lambda record: str(record["machine"].get("date", ""))):
+    for _, record in _by_age(records):
         card = case_records.card(record)
         for case in filter(_is_full, record["cases"]):
             release = record["programs"].get(_DISTRIBUTIONS.get(case["program"], ""), "")
@@ -135,54 +138,79 @@ def draw(rows: list[Row]) -> Figure:
 
 
 def block(records: dict[Path, dict[str, Any]]) -> str:
-    """A table for each program, steps and samples: the newest case of each card, length and way, with the seconds of stages."""
-    found: dict[tuple[str, str, int, str], tuple[Case, str]] = {}
-    for path, record in sorted(records.items(), key=lambda x: str(x[1]["machine"].get("date", ""))):
+    """A table for each program: the newest case of each card, length, setting and way, with the seconds of stages."""
+    found: dict[tuple[str, str, int, str, str], Found] = {}
+    for path, record in _by_age(records):
         card = case_records.card(record)
         for case in record["cases"]:
-            found[_prediction(case), card, case["residues"], case["way"]] = case, path.stem
+            found[case["program"], card, case["residues"], _setting(case), case["way"]] = Found(case, path.stem, _date(record))
     lines: list[str] = []
     for name in sorted({key[0] for key in found}):
-        of = sorted((key, *found[key]) for key in found if key[0] == name)
-        stages = list(dict.fromkeys(stage for _, case, _ in of for stage in case.get("stages", {})))
+        of = {key[1:]: value for key, value in found.items() if key[0] == name and not _superseded(found, key)}
+        stages = list(dict.fromkeys(stage for case, *_ in of.values() for stage in case.get("stages", {})))
         rows = [["card", "residues", "way", "s", "peak GiB", *stages, "distogram differs by", "record"]]
-        for (_, card, *_), case, stem in sorted(of, key=lambda x: (x[0][2], x[0][1], -x[1].get("seconds", 1e9))):
+        for (card, residues, setting, way), (case, stem, _) in sorted(of.items(), key=_place):
             away = _compared(case).get("distogram")
-            rows.append([card, *_row(case, stages), "-" if away is None else f"{away:.1e}", stem])
+            cells = _row(case, stages, "-" if away is None else f"{away:.1e}")
+            rows.append([card, str(residues), f"{way}{setting}", *cells, stem])
         lines += [f"{name}:", "", markdown(rows), ""]
     return "\n".join(lines).rstrip() or "Not measured yet."
 
 
+class Found(NamedTuple):
+    """The newest case of its kind, its record, and the day."""
+
+    case: Case
+    stem: str
+    date: str
+
+
+def _place(item: tuple[tuple[str, int, str, str], Found]) -> tuple[Any, ...]:
+    """By length and card; the usual setting first, and in it the slowest way."""
+    (card, residues, setting, _), (case, *_) = item
+    return residues, card, setting, -case.get("seconds", 1e9)
+
+
+def _superseded(found: dict[Any, Found], key: tuple[Any, ...]) -> bool:
+    """Return whether a way without graphs has a row with graphs that is as new: nobody has to run the former."""
+    typed = found.get((*key[:-1], TYPED))
+    return key[-1] == PATCHED and typed is not None and typed.date >= found[key].date
+
+
 def training_block(records: dict[Path, dict[str, Any]]) -> str:
-    """For each record the ways of training: milliseconds of stages, and how many times as fast as installed."""
+    """A table for each program: the newest case of each card, length and way, beside the newest as installed.
+
+    Of one day a record of steps alone is newer than one whose steps were measured by part.
+    """
+    found: dict[tuple[str, str, int, str], Found] = {}
+    for path, record in _by_age(records):
+        card = case_records.card(record)
+        for case in record["cases"]:
+            found[_training(case), card, case["tokens"], case["way"]] = Found(case, path.stem, _date(record))
     lines: list[str] = []
-    for path, record in records.items():
-        lines += [f"{_machine(record)}, commit {record['machine'].get('commit', '?')}. `{path.name}`.", ""]
-        for name in dict.fromkeys(map(_training, record["cases"])):
-            cases = sorted((x for x in record["cases"] if _training(x) == name), key=lambda case: case["tokens"])
-            stages = list(dict.fromkeys(stage for case in cases for stage in case.get("stages", {})))
-            compared = list(dict.fromkeys(x for case in cases for x in _compared(case)))
-            rows = [["tokens", "way", "ms", "times as fast", "peak GiB", *stages, *(f"{x} differs by" for x in compared)]]
-            for case in cases:
-                away = [_compared(case).get(x) for x in compared]
-                rows.append([*_training_row(case, stages, cases), *("-" if x is None else f"{x:.1e}" for x in away)])
-            lines += [f"{name}:", "", markdown(rows), "", *_parts(cases)]
+    for name in dict.fromkeys(key[0] for key in found):
+        of = {key: value for key, value in found.items() if key[0] == name and not _superseded(found, key)}
+        stages = list(dict.fromkeys(stage for case, *_ in of.values() for stage in case.get("stages", {})))
+        compared = list(dict.fromkeys(x for case, *_ in of.values() for x in _compared(case)))
+        head = ["card", "tokens", "way", "ms", "times as fast", "peak GiB", *stages]
+        rows = [[*head, *(f"{x} differs by" for x in compared), "record"]]
+        for key in sorted(of, key=lambda x: (x[2], x[1], -of[x].case.get("ms", 1e9))):
+            case, stem, _ = of[key]
+            installed = found.get((*key[:3], INSTALLED))
+            away = [_compared(case).get(x) for x in compared]
+            cells = [*_training_row(case, stages, installed), *("-" if x is None else f"{x:.1e}" for x in away)]
+            rows.append([key[1], str(key[2]), key[3], *cells, stem])
+        lines += [f"{name}:", "", markdown(rows), ""]
     return "\n".join(lines).rstrip() or "Not measured yet."
 
 
-def _parts(cases: list[Case]) -> list[str]:
-    """Where the time of steps went that were measured by part."""
-    measured = [case for case in cases if "parts" in case]
-    if not measured:
-        return []
-    names = list(dict.fromkeys(name for case in measured for name in case["parts"]))
-    rows = [["tokens", "way", "GPU busy, ms", "launches", *names]]
-    for case in measured:
-        spent = [case["parts"].get(name, {}) for name in names]
-        cells = [f"{x['forward']:.0f} + {x['backward']:.0f} ({x['again']:.0f})" if x else "-" for x in spent]
-        rows.append([str(case["tokens"]), case["way"], f"{case['gpu_ms']:.0f}", f"{case['launches']:,}", *cells])
-    what = "Parts, ms on the GPU's stream, waiting for the host included: forward + backward (of that, computed again):"
-    return [what, "", markdown(rows), ""]
+def _by_age(records: dict[Path, dict[str, Any]]) -> list[tuple[Path, dict[str, Any]]]:
+    """The records, the newest last."""
+    return sorted(records.items(), key=lambda x: (_date(x[1]), all("parts" not in case for case in x[1]["cases"]), x[0].stem))
+
+
+def _date(record: dict[str, Any]) -> str:
+    return str(record["machine"].get("date", ""))
 
 
 def _compared(case: Case) -> dict[str, float | None]:
@@ -191,12 +219,13 @@ def _compared(case: Case) -> dict[str, float | None]:
     return {name: x for name, x in differences.items() if name != "coordinates"}
 
 
-def _prediction(case: Case) -> str:
+def _setting(case: Case) -> str:
+    """The steps, recycles and samples that are not the usual ones, in words."""
     recycles, samples = case.get("recycles", RECYCLES), _samples(case)
-    steps = f", {case['steps']} steps" if case["steps"] else ""
-    again = f", {recycles} recycles" if recycles != RECYCLES else ""
+    steps = f", {case['steps']} steps" if case["steps"] not in (None, STEPS) else ""
+    again = f", {recycles} recycles" if recycles not in (None, RECYCLES) else ""
     several = f", {samples} samples" if samples != 1 else ""
-    return f"{case['program']}{steps}{again}{several}"
+    return f"{steps}{again}{several}"
 
 
 def _samples(case: Case) -> int:
@@ -216,21 +245,20 @@ def _is_full(case: Case) -> bool:
     return full and case.get("recycles", RECYCLES) == RECYCLES
 
 
-def _row(case: Case, stages: list[str]) -> list[str]:
-    start = [str(case["residues"]), case["way"]]
+def _row(case: Case, stages: list[str], away: str) -> list[str]:
     if "failed" in case:
-        return [*start, case["failed"], *["-"] * (len(stages) + 1)]
+        return [case["failed"], *["-"] * (len(stages) + 2)]
     times = [f"{case['stages'][name]:.2f}" if name in case["stages"] else "-" for name in stages]
-    return [*start, f"{case['seconds']:.2f}", _peak(case), *times]
+    return [f"{case['seconds']:.2f}", _peak(case), *times, away]
 
 
-def _training_row(case: Case, stages: list[str], cases: list[Case]) -> list[str]:
-    start = [str(case["tokens"]), case["way"]]
+def _training_row(case: Case, stages: list[str], installed: Found | None) -> list[str]:
     if "failed" in case:
-        return [*start, case["failed"], *["-"] * (len(stages) + 2)]
-    [base] = [x.get("ms") for x in cases if (x["tokens"], x["way"]) == (case["tokens"], INSTALLED)] or [None]
+        return [case["failed"], *["-"] * (len(stages) + 2)]
+    base = installed.case.get("ms") if installed else None
     faster = f"{base / case['ms']:.2f}" if base else "-"
-    return [*start, f"{case['ms']:.0f}", faster, _peak(case), *(f"{case['stages'][name]:.0f}" for name in stages)]
+    times = [f"{case['stages'][name]:.0f}" if name in case["stages"] else "-" for name in stages]
+    return [f"{case['ms']:.0f}", faster, _peak(case), *times]
 
 
 def _peak(case: Case) -> str:
@@ -243,8 +271,3 @@ def _cell(case: Case) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.1f}" if seconds >= 2 else f"{seconds:.2f}"
-
-
-def _machine(record: dict[str, Any]) -> str:
-    machine = record["machine"]
-    return f"{machine['device']}, torch {machine['torch']}, {machine['date']}"

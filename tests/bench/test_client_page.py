@@ -36,9 +36,9 @@ def results(tmp_path: Path) -> Path:
     """A record of Protenix at three lengths, of which the original can do two."""
     cases = [a_case(), a_case(patched=True, median_ms=2.0, peak_bytes=2**30, calls=3, backends=["hopper"])]
     cases += [a_case(**(case | {"residues": 512, "median_ms": 4 * case["median_ms"]})) for case in cases]
-    late = a_case(residues=768, status="out of memory", reason="tried 9 GiB")
+    late = a_case(residues=1024, status="out of memory", reason="tried 9 GiB")
     del late["median_ms"]
-    record = a_record(*cases, late, a_case(residues=768, patched=True, errors={"s": 2e-7, "z": 4e-7}))
+    record = a_record(*cases, late, a_case(residues=1024, patched=True, errors={"s": 2e-7, "z": 4e-7}))
     (tmp_path / "clients").mkdir()
     (tmp_path / "clients" / "card.json").write_text(json.dumps(record))
     return tmp_path
@@ -53,8 +53,8 @@ def add(results: Path, name: str, date: str, *cases: dict[str, Any]) -> None:
 def test_the_page_shows_times_memory_errors_and_what_ran_out_of_memory(results: Path) -> None:
     text = client_page.block(results)
     assert "inference | 512 | 32.0 / 2.00 | 8.0 / 1.00 | 4.00 | 50% |" in text
-    assert "inference | 768 | out of memory | 8.0 / 2.00 | - | - |" in text
-    assert "| float32 | 3.0e-07 | 4.0e-07 | - | - |" in text and "from `card.json`:" in text
+    assert "inference | 1024 | out of memory | 8.0 / 2.00 | - | - |" in text
+    assert "| Protenix | float32 | 3.0e-07 | 4.0e-07 | - | - |" in text and "from `card.json`:" in text
     (results / "clients" / "card.json").unlink()
     assert client_page.block(results) == "Not measured yet."
 
@@ -67,6 +67,12 @@ def test_the_newest_records_are_shown(results: Path) -> None:
     assert "from `a.json`:" in text
     add(results, "c.json", "2999-01-01", a_case(residues=512), a_case(residues=512, patched=True))
     assert "| 256 | 6.0" in client_page.block(results) and "| 512 |" in client_page.block(results)
+
+
+def test_lengths_between_have_no_row(results: Path) -> None:
+    add(results, "a.json", "2999-01-01", *(a_case(residues=x, patched=y) for x in (256, 384, 512) for y in (False, True)))
+    text = client_page.block(results)
+    assert "| 256 |" in text and "| 512 |" in text and "| 384 |" not in text
 
 
 def test_a_failure_and_a_setting_that_is_no_default_have_no_row(results: Path) -> None:

@@ -70,9 +70,21 @@ def test_predictions_of_other_steps_are_not_compared(records: dict[Path, dict[st
     record["cases"].append(a_case(steps=20, seconds=0.1, way="evoattn run"))
     assert "| 9.0 / 2.2 | - | 3.0 / 2.2 |" in prediction_page.summary(records)
     text = prediction_page.block(records)
-    assert "Boltz-2, 200 steps:" in text and "Boltz-2, 20 steps:" in text
+    assert "| evoattn run | 3.00 |" in text and "| evoattn run, 20 steps | 0.10 |" in text and text.count("Boltz-2:") == 1
     record["cases"] = [a_case(program="ESMFold", steps=None)]
     assert prediction_page.block(records).startswith("ESMFold:\n")
+
+
+def test_a_way_without_graphs_is_left_out_if_one_with_graphs_is_as_new(records: dict[Path, dict[str, Any]]) -> None:
+    [(path, record)] = records.items()
+    record["cases"].append(a_case(way="evoattn.patch", seconds=7.0))
+    assert "evoattn.patch" not in prediction_page.block(records)
+    record["cases"].append(a_case(way="evoattn.patch", seconds=7.0, residues=684))
+    text = prediction_page.block(records)
+    assert text.count("evoattn.patch") == 1 and "| a | 684 | evoattn.patch | 7.00 |" in text, "no other way is there"
+    machine = {**record["machine"], "date": "2026-11-28"}
+    later = {**record, "machine": machine, "cases": [a_case(way="evoattn.patch", seconds=0.5)]}
+    assert "| 152 | evoattn.patch | 0.50 |" in prediction_page.block({path: record, Path("later.json"): later})
 
 
 def test_the_page_shows_stages_and_failures(records: dict[Path, dict[str, Any]]) -> None:
@@ -178,11 +190,11 @@ def test_a_way_without_memory_is_recorded_and_is_no_failure(
     assert kept("kernels") and len(record["cases"]) == 2, "any other failure is one"
 
 
-def test_few_recycles_have_a_table_of_their_own(records: dict[Path, dict[str, Any]]) -> None:
+def test_few_recycles_have_a_row_of_their_own(records: dict[Path, dict[str, Any]]) -> None:
     [record] = records.values()
     record["cases"].append(a_case(recycles=0, seconds=0.1, way="evoattn run"))
     assert "| 9.0 / 2.2 | - | 3.0 / 2.2 |" in prediction_page.summary(records)
-    assert "Boltz-2, 200 steps, 0 recycles:" in prediction_page.block(records)
+    assert "| a | 152 | evoattn run, 0 recycles | 0.10 |" in prediction_page.block(records)
 
 
 def test_the_clock_follows_what_a_patch_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,11 +314,11 @@ def test_a_step_is_compared_with_float64(patched: list[dict[str, bool]]) -> None
     assert abs(step.distance(WAYS["as installed"]) - 0.5) < 1e-3, "in the unit of the coordinates"
 
 
-def test_samples_have_a_table_of_their_own(records: dict[Path, dict[str, Any]]) -> None:
+def test_samples_have_a_row_of_their_own(records: dict[Path, dict[str, Any]]) -> None:
     [record] = records.values()
     record["cases"].append(a_case(samples=5, seconds=0.1, way="evoattn run"))
     assert "| 9.0 / 2.2 | - | 3.0 / 2.2 |" in prediction_page.summary(records)
-    assert "Boltz-2, 200 steps, 5 samples:" in prediction_page.block(records)
+    assert "| a | 152 | evoattn run, 5 samples | 0.10 |" in prediction_page.block(records)
 
 
 def test_nothing_is_called_installed_but_what_is(patched: list[dict[str, bool]]) -> None:

@@ -167,12 +167,12 @@ def test_the_page_shows_training_beside_predictions(tmp_path: Path) -> None:
     (tmp_path / "training").mkdir()
     (tmp_path / "training" / "card.json").write_text(json.dumps({"machine": machine, "cases": cases}))
     text = prediction_page.blocks(tmp_path)["training"]
-    assert "a card, torch 2.11, 2026-11-27, commit abc. `card.json`." in text and "Boltz-2, 64 blocks, 1,024 sequences:" in text
-    head = "| tokens | way | ms | times as fast | peak GiB | forward | backward | optimizer | loss differs by |"
+    assert text.startswith("Boltz-2, 64 blocks, 1,024 sequences:\n")
+    head = "| card | tokens | way | ms | times as fast | peak GiB | forward | backward | optimizer | loss differs by | record |"
     assert head in text
-    assert "| 384 | evoattn.patch | 300 | 3.00 | 20.0 | 300 | 590 | 10 | 0.0e+00 |" in text
-    assert "| 640 | as installed | out of memory | - | - | - | - | - | - |" in text
-    assert "| 640 | evoattn.patch | 900 | - | 20.0 |" in text, "there is nothing to compare with"
+    assert "| a | 384 | evoattn.patch | 300 | 3.00 | 20.0 | 300 | 590 | 10 | 0.0e+00 | card |" in text
+    assert "| a | 640 | as installed | out of memory | - | - | - | - | - | - | card |" in text
+    assert "| a | 640 | evoattn.patch | 900 | - | 20.0 |" in text, "there is nothing to compare with"
 
 
 class Checkpointed(Trunk):
@@ -205,15 +205,25 @@ def test_spans_that_overlap_count_once() -> None:
     assert covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4 and covered([]) == 0
 
 
-def test_the_page_shows_the_parts_of_a_step(tmp_path: Path) -> None:
-    case = {"program": "Boltz-2", "tokens": 384, "rows": 1024, "blocks": 64, "way": "as installed", "ms": 4293.0}
-    case |= {"stages": {"forward": 1.0, "backward": 2.0}, "gpu_ms": 4058.0, "launches": 71868}
-    parts = {"trunk": {"forward": 1514.6, "backward": 1600.9, "again": 758.1}}
-    record = {"machine": {"device": "a card", "torch": "2.11", "date": "2026-11-29", "commit": "abc"}, "cases": [case]}
-    without = prediction_page.training_block({tmp_path / "a.json": record})
-    assert "computed again" not in without
-    case["parts"] = parts
-    other = case | {"way": "evoattn.patch", "parts": {}}
-    table = prediction_page.training_block({tmp_path / "a.json": record | {"cases": [case, other]}})
-    assert "| 384 | as installed | 4058 | 71,868 | 1515 + 1601 (758) |" in table
-    assert "| 384 | evoattn.patch | 4058 | 71,868 | - |" in table
+def test_the_page_has_the_newest_steps_of_a_card(tmp_path: Path) -> None:
+    """Of one day, steps alone are newer than steps whose parts were measured."""
+    machine = {"device": "a card", "torch": "2.11", "date": "2026-11-29", "commit": "abc"}
+    parts = {"trunk": {"forward": 1.0, "backward": 2.0, "again": 0.5}}
+    by_part = [a_case(ms=950.0, parts=parts), a_case(tokens=640, ms=3000.0, parts=parts), a_case(way="evoattn.patch", ms=700.0)]
+    alone = [a_case(), a_case(way="evoattn run", ms=450.0), a_case(tokens=640, way="evoattn run", ms=1000.0)]
+    old = [a_case(ms=2000.0), a_case(way="cuEquivariance", ms=600.0)]
+    text = prediction_page.training_block(
+        {
+            tmp_path / "parts.json": {"machine": machine, "cases": by_part},
+            tmp_path / "alone.json": {"machine": machine, "cases": alone},
+            tmp_path / "old.json": {"machine": {**machine, "date": "2026-11-28"}, "cases": old},
+        }
+    )
+    assert [line.split(" | ")[1:5] for line in text.splitlines()[4:]] == [
+        ["384", "as installed", "900", "1.00"],
+        ["384", "cuEquivariance", "600", "1.50"],
+        ["384", "evoattn run", "450", "2.00"],
+        ["640", "as installed", "3000", "1.00"],
+        ["640", "evoattn run", "1000", "3.00"],
+    ]
+    assert "evoattn.patch" not in text, "evoattn run is as new"

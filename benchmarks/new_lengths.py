@@ -55,6 +55,8 @@ def main() -> int:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     run = Run(PROGRAM, PROGRAM.build(chosen.device), chosen.device, chosen.steps)
+    if PROGRAM.kernels is not None:
+        PROGRAM.kernels(run.model, False)
 
     def cases() -> Iterator[Case]:
         with evoattn.patch(PROGRAM.client, **(WAYS["evoattn run"].patch or {})) as patched:

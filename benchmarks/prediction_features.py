@@ -5,7 +5,10 @@
 - `openfold3`: what the dataset of `run_openfold predict` 0.5.0 made of 2, 4, 9 and 13 chains, without an MSA or templates.
 - `protenix`: what its data loader 2.0.0 made of the same chains, without an MSA or templates.
 
-`arguments.json` holds the arguments of the published model. To add features, write `packed(batch)` of a client's own batch.
+`arguments.json` holds the arguments of the published model. `training.json` has what its training changes of them, with the
+settings of its loss. `narrow.json` has sizes of a narrow model: in Boltz-2 by place, else of a name at any depth.
+
+To add features, write `packed(batch)` of a client's own batch.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["FEATURES", "packed", "unpacked"]
+__all__ = ["FEATURES", "moved", "packed", "unpacked"]
 
 FEATURES = Path(__file__).with_name("features")
 _SPARSE = 1_000_000
@@ -36,7 +39,7 @@ def packed(features: Mapping[str, Tensor]) -> bytes:
 def unpacked(program: str, residues: int, device: torch.device) -> dict[str, Any]:
     """The features of a program's folder on a device."""
     data = lzma.decompress((FEATURES / program / f"{residues}.pt.xz").read_bytes())
-    return _moved(torch.load(io.BytesIO(data)), device)
+    return moved(torch.load(io.BytesIO(data)), device)
 
 
 def _small(x: Tensor) -> Tensor:
@@ -49,8 +52,9 @@ def _small(x: Tensor) -> Tensor:
     return once.clone().expand(x.shape)
 
 
-def _moved(features: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {name: _moved(x, device) if isinstance(x, dict) else _dense(x.to(device)) for name, x in features.items()}
+def moved(features: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Features, dense ones, on a device."""
+    return {name: moved(x, device) if isinstance(x, dict) else _dense(x.to(device)) for name, x in features.items()}
 
 
 def _dense(x: Tensor) -> Tensor:

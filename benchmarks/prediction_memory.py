@@ -19,7 +19,7 @@ from prediction_features import unpacked
 from prediction_programs import PROGRAMS
 from prediction_ways import OUT_OF_MEMORY, WAYS, Case, Way, begun, each_way, failure, keep, line, options, used
 from predictions import Run
-from training_steps import cropped
+from training_programs import cropped
 
 from evoattn.bench.memory import release
 

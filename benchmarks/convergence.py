@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Loss curves of a small Boltz-2 that trains on toy data, as installed and patched, beside what rounding alone does.
+"""Loss curves of a small model that trains on toy data, as installed and patched, beside what rounding alone does.
 
-    PYTHONPATH=src python benchmarks/convergence.py --steps 300 --dtypes float32 bfloat16 --json convergence.json
+    PYTHONPATH=src python benchmarks/convergence.py --program boltz2 --dtypes float32 bfloat16 --json convergence.json
 
-The model is narrow, with random weights. Its loss is that of Boltz-2's structure training. The toy data is a crop of a
-committed feature file with random atoms and sequences, the same in each step; noise differs from step to step and is the same
-in all runs. Runs are "as installed"; "rounded", as installed from initial weights that are moved by a rounding of float32 or
-bfloat16; and "evoattn". On a CPU evoattn computes calls of all sizes here, which it would leave to the client.
+The model is narrow, with random weights. Its loss is that of its program's training (`training_programs.py`). The toy data is a
+crop of a committed feature file with random atoms and sequences, the same in each step. Noise differs from step to step and is
+the same in all runs. Runs are "as installed"; "rounded", as installed from initial weights that are moved by a rounding of
+float32 or bfloat16; and "evoattn". On a CPU evoattn computes calls of all sizes here, which it would leave to the client.
 
 Curves are compared in means over ten steps, which differ by as much as the noise of training lets rounding grow. A run of
 evoattn that is further from the one as installed than three times the rounded one, at any such mean, gives status 1.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import statistics
 import sys
 from collections.abc import Iterator
@@ -26,16 +25,14 @@ from unittest import mock
 
 import case_records
 import torch
-from prediction_features import unpacked
-from prediction_programs import PROGRAMS, boltz2, tf32
-from torch import Tensor
-from training_steps import SOURCE, cropped, drawn, loss_of
+from prediction_features import moved
+from prediction_programs import tf32
+from training_programs import TRAINED, Trained
 
 import evoattn
 from evoattn.bench import machine
 from evoattn.core.devices import installed_version
 
-PROGRAM = PROGRAMS["boltz2"]
 RUNS = ("as installed", "rounded", "evoattn")
 WINDOW = 10
 """Steps whose losses are averaged."""
@@ -43,31 +40,10 @@ TIMES = 3.0
 """How many times as far as the rounded run evoattn may be."""
 RATE, COPIES = 1e-3, 4
 
-NARROW: dict[str, Any] = {
-    "token_s": 64,
-    "token_z": 32,
-    "atom_s": 32,
-    "atom_z": 8,
-    "use_templates": False,
-    "predict_bfactor": False,
-    "embedder_args": {"atom_encoder_depth": 1},
-    "confidence_model_args": {"pairformer_args": {"num_blocks": 1, "num_heads": 4, "dropout": 0.0}},
-    "msa_args": {"msa_s": 16, "msa_blocks": 1},
-    "pairformer_args": {"num_blocks": 2, "num_heads": 4, "activation_checkpointing": True},
-    "score_model_args": {
-        "dim_fourier": 32,
-        "atom_encoder_depth": 1,
-        "token_transformer_depth": 2,
-        "token_transformer_heads": 4,
-        "atom_decoder_depth": 1,
-    },
-}
-"""Changes of the published model."""
 
-
-def build(device: torch.device, run: str, dtype: torch.dtype) -> Any:
+def build(trained: Trained, device: torch.device, run: str, dtype: torch.dtype) -> Any:
     """The model of a run, with the same weights but for a rounding."""
-    model = boltz2(device, NARROW).train()
+    model = trained.narrow(device)
     if run == "rounded":
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -77,27 +53,27 @@ def build(device: torch.device, run: str, dtype: torch.dtype) -> Any:
 
 
 @contextlib.contextmanager
-def computed(run: str) -> Iterator[None]:
+def computed(run: str, client: str) -> Iterator[None]:
     """Compute as a run does."""
     if run != "evoattn":
         yield
         return
-    with mock.patch("evoattn.clients.calls.few_on_cpu", return_value=0), evoattn.patch("boltz", wait=True):
+    with mock.patch("evoattn.clients.calls.few_on_cpu", return_value=0), evoattn.patch(client, wait=True):
         yield
 
 
-def curve(run: str, features: dict[str, Tensor], dtype: torch.dtype, steps: int) -> list[float]:
+def curve(trained: Trained, run: str, features: dict[str, Any], dtype: torch.dtype, steps: int) -> list[float]:
     """The loss of each step."""
     device = features["msa"].device
     losses = []
-    with computed(run), tf32(False):
-        model = build(device, run, dtype)
+    with computed(run, trained.program.client), tf32(False):
+        model = build(trained, device, run, dtype)
         optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
         for step in range(steps):
             torch.manual_seed(step)
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-                loss = loss_of(model, features, COPIES)
+                loss = trained.loss(model, features, COPIES)
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
             optimizer.step()
@@ -122,16 +98,16 @@ def _tell(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def compared(features: dict[str, Tensor], dtype: torch.dtype, steps: int) -> dict[str, Any]:
+def compared(trained: Trained, features: dict[str, Any], dtype: torch.dtype, steps: int) -> dict[str, Any]:
     """The curves of all runs, and how far each is from the one as installed."""
-    curves = {run: curve(run, features, dtype, steps) for run in RUNS}
+    curves = {run: curve(trained, run, features, dtype, steps) for run in RUNS}
     away = {run: farthest(x, curves["as installed"]) for run, x in curves.items()}
     _tell("")
     return {
-        "program": PROGRAM.title,
+        "program": trained.program.title,
         "dtype": str(dtype).removeprefix("torch."),
         "steps": steps,
-        "tokens": features["token_index"].shape[1],
+        "tokens": features["token_index"].shape[-1],
         "first": means(curves["as installed"])[0],
         "last": {run: means(x)[-1] for run, x in curves.items()},
         "away": {run: float(f"{x:.2e}") for run, x in away.items()},
@@ -140,14 +116,9 @@ def compared(features: dict[str, Tensor], dtype: torch.dtype, steps: int) -> dic
     }
 
 
-def toy(tokens: int, rows: int, device: torch.device) -> dict[str, Tensor]:
-    """The features that all steps have."""
-    crop = cropped(unpacked("boltz2", SOURCE, torch.device("cpu")), tokens)
-    return drawn({name: x.to(device) for name, x in crop.items()}, rows)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--program", default="boltz2", choices=list(TRAINED), help="(default: boltz2)")
     parser.add_argument("--steps", type=int, default=300, help="of training (default: 300)")
     parser.add_argument("--tokens", type=int, default=16, help="of the crop (default: 16)")
     parser.add_argument("--rows", type=int, default=8, help="of the alignment (default: 8)")
@@ -157,13 +128,14 @@ def main() -> int:
     parser.add_argument("--commit", metavar="HASH", help="the commit that the record names (default: that of the checkout)")
     options = parser.parse_args()
     facts = {key: x for key, x in machine.facts(options.device, options.commit).items() if x is not None}
-    record = case_records.begun(
-        options.json, {"schema": 1, "machine": facts, "programs": {"boltz": installed_version("boltz")}, "cases": []}
-    )
-    features = toy(options.tokens, options.rows, options.device)
-    found = map(functools.partial(compared, features, steps=options.steps), (getattr(torch, x) for x in options.dtypes))
+    trained = TRAINED[options.program]
+    name = trained.program.distribution
+    fresh = {"schema": 1, "machine": facts, "programs": {name: installed_version(name)}, "cases": []}
+    record = case_records.begun(options.json, fresh)
+    features = moved(trained.crops(options.tokens, options.rows), options.device)
     failed = False
-    for case in found:
+    for dtype in options.dtypes:
+        case = compared(trained, features, getattr(torch, dtype), options.steps)
         last, away = case["last"], case["away"]
         print(
             f"{case['dtype']}: loss {case['first']:.3f}, after {case['steps']} steps {last['as installed']:.4f} as installed, "

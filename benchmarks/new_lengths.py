@@ -17,16 +17,16 @@ import time
 from collections.abc import Iterator
 
 import torch
-from prediction_features import unpacked
-from prediction_programs import PROGRAMS
+from prediction_features import moved, unpacked
 from prediction_ways import WAYS, Case, begun, keep, options
 from predictions import Run
-from training_steps import cropped, drawn
+from training_programs import TRAINED
 
 import evoattn
 from evoattn.clients.site import COMPILING
 
-PROGRAM, SOURCE = PROGRAMS["boltz2"], 2500
+TRAINS, SOURCE = TRAINED["boltz2"], 2500
+PROGRAM = TRAINS.program
 
 
 def problems(count: int, shortest: int, longest: int, rows: int) -> list[tuple[int, int]]:
@@ -61,7 +61,7 @@ def main() -> int:
     def cases() -> Iterator[Case]:
         with evoattn.patch(PROGRAM.client, **(WAYS["evoattn run"].patch or {})) as patched:
             for tokens, rows in problems(chosen.inputs, chosen.lengths[0], chosen.lengths[1], chosen.rows):
-                inputs = drawn({name: x.to(chosen.device) for name, x in cropped(features, tokens).items()}, rows)
+                inputs = moved(TRAINS.draw(TRAINS.crop(features, tokens), rows), chosen.device)
                 before, start = patched.passed_on.get(COMPILING, 0), time.perf_counter()
                 run.predict(inputs, chosen.steps)
                 seconds = round(time.perf_counter() - start, 2)

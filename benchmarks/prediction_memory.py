@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from prediction_features import unpacked
+from prediction_features import cropped, unpacked
 from prediction_programs import PROGRAMS
 from prediction_ways import OUT_OF_MEMORY, WAYS, Case, Way, begun, each_way, failure, keep, line, options, used
 from predictions import Run
-from training_steps import cropped
 
 from evoattn.bench.memory import release
 
@@ -58,13 +57,14 @@ def measure(run: Run, features: Mapping[str, torch.Tensor], lengths: Sequence[in
         found[tokens] = {"peak_gib": round(torch.cuda.max_memory_allocated(run.device) / 2**30, 2)}
         return True
 
-    total = torch.cuda.get_device_properties(run.device).total_memory / 2**30
+    card = torch.cuda.current_device() if run.device.index is None else run.device.index  # torch limits it by its number alone
+    total = torch.cuda.get_device_properties(card).total_memory / 2**30
     with used(way, run.program, run.model):
-        torch.cuda.set_per_process_memory_fraction((gib - CONTEXT_GIB) / total, run.device)
+        torch.cuda.set_per_process_memory_fraction((gib - CONTEXT_GIB) / total, card)
         try:
             tokens = longest(lengths, fits)
         finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, run.device)
+            torch.cuda.set_per_process_memory_fraction(1.0, card)
             release(run.device)
     return {"longest": tokens, "or_more": tokens == lengths[-1]} | found.get(tokens, {}), {}
 

@@ -23,7 +23,7 @@ from unittest.mock import MagicMock, patch
 
 import numpy
 import torch
-from prediction_features import FEATURES, unpacked
+from prediction_features import FEATURES, cropped, moved, unpacked
 from prediction_runtimes import BIONEMO, Runtime
 from torch import Tensor, nn
 
@@ -31,7 +31,10 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))  # `clients` is there
 
 from clients.weights import fill
 
-__all__ = ["PROGRAMS", "RECYCLES", "Denoiser", "Program", "boltz2", "boltz2_arguments", "tf32"]
+__all__ = [
+    *("PROGRAMS", "RECYCLES", "Denoiser", "Program", "boltz2", "boltz2_arguments", "merged", "openfold3", "protenix"),
+    *("published", "tf32"),
+]
 
 RECYCLES = 3
 """The number of times that every published model runs its trunk again."""
@@ -130,6 +133,21 @@ def _settings(value: Any) -> Any:
     return {name: _settings(x) for name, x in value.items()}
 
 
+def published(program: str, file: str = "arguments") -> dict[str, Any]:
+    """The arguments of a published model, or what training changes of them, in a file beside its features."""
+    arguments: dict[str, Any] = json.loads((FEATURES / program / f"{file}.json").read_text(encoding="utf-8"))
+    return arguments
+
+
+def merged(arguments: Any, changes: Mapping[str, Any]) -> Any:
+    """Settings of the same type with changes, which may be nested."""
+
+    def value(name: str, x: Any) -> Any:
+        return merged(arguments[name], x) if isinstance(x, Mapping) and name in arguments else x
+
+    return type(arguments)(arguments | {name: value(name, x) for name, x in changes.items()})
+
+
 def _filled(model: nn.Module) -> nn.Module:
     """The model with random weights, drawn on its device."""
     torch.manual_seed(0)
@@ -158,8 +176,7 @@ def boltz2(device: torch.device, changes: Mapping[str, Any] = MappingProxyType({
     _without_preparing()
     from boltz.model.models.boltz2 import Boltz2
 
-    arguments = boltz2_arguments()
-    arguments |= {name: arguments[name] | x if isinstance(x, Mapping) else x for name, x in changes.items()}
+    arguments = merged(boltz2_arguments(), changes)
     with device, patch("boltz.model.layers.initialize.trunc_normal_init_"):  # it takes a minute, for weights that are filled
         model = Boltz2(**arguments)
     return _filled(model).eval()
@@ -167,12 +184,15 @@ def boltz2(device: torch.device, changes: Mapping[str, Any] = MappingProxyType({
 
 def boltz2_arguments() -> dict[str, Any]:
     """The arguments of the published model."""
-    arguments = json.loads((FEATURES / "boltz2" / "arguments.json").read_text(encoding="utf-8"))
-    return {name: _settings(x) for name, x in arguments.items()}
+    return {name: _settings(x) for name, x in published("boltz2").items()}
 
 
 def _boltz2_inputs(residues: int, device: torch.device) -> dict[str, Tensor]:
-    return unpacked("boltz2", residues, device)
+    """A committed file, or a crop of the next longer one."""
+    lengths = sorted(int(path.name.partition(".")[0]) for path in (FEATURES / "boltz2").glob("*.pt.xz"))
+    source = next((x for x in lengths if x >= residues), residues)
+    features = unpacked("boltz2", source, torch.device("cpu"))
+    return moved(features if source == residues else cropped(features, residues), device)
 
 
 def _boltz2_predict(model: nn.Module, inputs: Any, steps: int, recycles: int, samples: int) -> dict[str, Tensor]:
@@ -218,13 +238,14 @@ def _esmfold_predict(model: nn.Module, inputs: Any, steps: int, recycles: int, s
     return {"distogram": outputs["distogram_logits"], "coordinates": outputs["positions"][-1]}
 
 
-def _openfold3(device: torch.device) -> nn.Module:
+def openfold3(device: torch.device, arguments: Mapping[str, Any] | None = None) -> Any:
+    """OpenFold-3 as published, or of other arguments."""
     _without_preparing()
     from openfold3.projects.of3_all_atom.model import OpenFold3
 
-    arguments = json.loads((FEATURES / "openfold3" / "arguments.json").read_text(encoding="utf-8"))
     with patch("openfold3.core.model.primitives.initialization.trunc_normal_init_"):  # slow, for weights that are filled
-        model = OpenFold3(_nested(arguments))  # on the CPU: some of its constants come from a generator of the CPU
+        # On the CPU: some of its constants come from a generator of the CPU.
+        model = OpenFold3(_nested(arguments or published("openfold3")))
     model = _filled(model.to(device)).eval()
     _openfold3_kernels(model, False)
     return model
@@ -245,16 +266,17 @@ def _openfold3_predict(model: Any, inputs: Any, steps: int, recycles: int, sampl
 def _openfold3_kernels(model: Any, on: bool) -> None:
     own = not on and model.version_tensor.is_cuda  # its own Triton kernels, which are what it takes as installed
     model.settings.memory.eval.update(use_cueq_triangle_kernels=on, use_triton_triangle_kernels=own)
+    model.settings.memory.train.update(use_cueq_triangle_kernels=on)
 
 
-def _protenix(device: torch.device) -> nn.Module:
+def protenix(device: torch.device, arguments: Mapping[str, Any] | None = None) -> Any:
+    """Protenix as published, or of other arguments."""
     os.environ.setdefault("LAYERNORM_TYPE", "torch")  # its own is compiled at import
     _without_preparing()
     from protenix.model.protenix import Protenix
 
-    arguments = json.loads((FEATURES / "protenix" / "arguments.json").read_text(encoding="utf-8"))
     with tf32(True), patch("protenix.model.modules.primitives.trunc_normal_init_"):  # slow, for weights that are filled
-        model = Protenix(_nested(arguments))  # some of its weights come from a generator of the CPU
+        model = Protenix(_nested(arguments or published("protenix")))  # some of its weights come from a generator of the CPU
     return _filled(model.to(device)).eval()
 
 
@@ -319,7 +341,7 @@ PROGRAMS = {
         "openfold3",
         (152, 304, 684, 988),
         False,
-        _openfold3,
+        openfold3,
         _openfold3_inputs,
         _openfold3_predict,
         {
@@ -337,7 +359,7 @@ PROGRAMS = {
         "protenix",
         (152, 304, 684, 988),
         True,
-        _protenix,
+        protenix,
         _protenix_inputs,
         _protenix_predict,
         {

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Where the time of a training step of whole Boltz-2 goes, by part: forward, what checkpoints compute again, backward.
+"""Where the time of a training step of a whole model goes, by part: forward, what checkpoints compute again, backward.
 
     PYTHONPATH=src python benchmarks/training_parts.py --tokens 384 640 --json parts.json
 
@@ -21,18 +21,10 @@ import torch
 from prediction_ways import Case, Way, line, used
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from training_steps import PROGRAM, Training, main
+from training_programs import attribute
+from training_steps import Training, main
 
 from evoattn.bench import machine
-
-PARTS = {
-    "MSA module": ("msa_module", "layers"),
-    "templates": ("template_module", ""),
-    "trunk": ("pairformer_module", "layers"),
-    "condition": ("diffusion_conditioning", ""),
-    "denoiser": ("structure_module.score_model", "token_transformer.layers"),
-}
-"""By name: the module, and the list inside of it whose modules checkpoints compute again."""
 
 PASSES = ("forward", "backward", "again")
 
@@ -44,8 +36,8 @@ class Clock:
         in_backward: whether the backward runs: a layer that is called then is computed again.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: nn.Module, parts: Mapping[str, tuple[str, str]], device: torch.device) -> None:
+        self._model, self._parts, self._device = model, parts, device
         self._begun: dict[tuple[str, str], Any] = {}
         self._spans: list[tuple[str, str, Any, Any]] = []
         self._first: dict[str, Any] = {}  # gradient of an output of a part
@@ -54,7 +46,7 @@ class Clock:
         self.in_backward = False
 
     def __enter__(self) -> Clock:
-        for name, (path, layers) in PARTS.items():
+        for name, (path, layers) in self._parts.items():
             part = attribute(self._model, path)
             if part is not None:
                 self._watch(part, name, "forward")
@@ -108,7 +100,7 @@ class Clock:
     def ms(self) -> dict[str, dict[str, float]]:
         """Milliseconds by part and pass, once the device is through."""
         machine.synchronize(self._device)
-        parts = {name: dict.fromkeys(PASSES, 0.0) for name in PARTS if any(name == x for x, *_ in self._spans)}
+        parts = {name: dict.fromkeys(PASSES, 0.0) for name in self._parts if any(name == x for x, *_ in self._spans)}
         for name, which, start, end in self._spans:
             parts[name][which] += span(start, end)
         for name in self._first.keys() & self._last.keys():
@@ -127,17 +119,10 @@ def span(start: Any, end: Any) -> float:
     return float(start.elapsed_time(end))
 
 
-def attribute(of: Any, path: str) -> Any:
-    """An attribute by a dotted path, or None."""
-    for name in path.split("."):
-        of = getattr(of, name, None)
-    return of
-
-
-def measure(training: Training, way: Way, features: Mapping[str, Tensor]) -> tuple[Case, dict[str, Tensor]]:
+def measure(training: Training, way: Way, features: Mapping[str, Any]) -> tuple[Case, dict[str, Tensor]]:
     """The parts of a step, which are compared by their losses."""
-    [optimizer], _ = training.model.configure_optimizers()
-    with used(way, PROGRAM, training.model):
+    optimizer = training.trained.optimizer(training.model)
+    with used(way, training.trained.program, training.model):
         outputs, _ = training.step(features, optimizer)  # which compiles
         runs = [_timed(training, features, optimizer) for _ in range(training.steps)]
         busy = _busy(training, features, optimizer)
@@ -154,13 +139,13 @@ def _median(values: Iterable[float]) -> float:
     return round(statistics.median(values), 2)
 
 
-def _timed(training: Training, features: Mapping[str, Tensor], optimizer: Any) -> tuple[Any, dict[str, float]]:
-    with Clock(training.model, training.device) as clock:
+def _timed(training: Training, features: Mapping[str, Any], optimizer: Any) -> tuple[Any, dict[str, float]]:
+    with Clock(training.model, training.trained.parts, training.device) as clock:
         _, stages = training.step(features, optimizer, clock)
         return clock.ms(), stages
 
 
-def _busy(training: Training, features: Mapping[str, Tensor], optimizer: Any) -> Case:
+def _busy(training: Training, features: Mapping[str, Any], optimizer: Any) -> Case:
     """The time in which a kernel or a copy ran, and how many kernels were launched."""
     if training.device.type != "cuda":
         return {}

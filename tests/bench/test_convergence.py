@@ -1,4 +1,4 @@
-"""The comparison of loss curves, without a client; and a short one of a small Boltz-2 where that is installed."""
+"""The comparison of loss curves, without a client; and short ones of small models where their client is installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import convergence
 import pytest
 import torch
-from torch import Tensor
+from training_programs import TRAINED, Trained
 
 
 def test_curves_are_compared_in_means() -> None:
@@ -25,8 +25,8 @@ def test_evoattn_may_be_three_times_as_far_as_rounding(
     away: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     factors = {"as installed": 1.0, "rounded": 0.99, "evoattn": 1 + away}
-    monkeypatch.setattr(convergence, "curve", lambda run, features, dtype, steps: [factors[run]] * steps)
-    monkeypatch.setattr(convergence, "toy", lambda *_: {"token_index": torch.zeros(1, 16)})
+    monkeypatch.setattr(convergence, "curve", lambda trained, run, features, dtype, steps: [factors[run]] * steps)
+    monkeypatch.setattr(Trained, "crops", lambda *_: {"token_index": torch.zeros(1, 16)})
     out = tmp_path / "record.json"
     monkeypatch.setattr("sys.argv", ["convergence.py", "--steps", "20", "--device", "cpu", "--json", str(out)])
     assert convergence.main() == status
@@ -41,16 +41,17 @@ def test_a_run_may_be_as_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr("evoattn.patch", lambda *args, **named: calls.append((args, named)) or torch.no_grad())
     for run in convergence.RUNS:
-        with convergence.computed(run):
+        with convergence.computed(run, "openfold3"):
             pass
-    assert calls == [(("boltz",), {"wait": True})]
+    assert calls == [(("openfold3",), {"wait": True})]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_small_boltz_2_learns_as_it_does_without_evoattn(dtype: torch.dtype) -> None:
-    pytest.importorskip("boltz", reason="Boltz is not installed")
-    pytest.importorskip("pytorch_lightning", reason="Boltz' model needs it")
-    features: dict[str, Tensor] = convergence.toy(12, 4, torch.device("cpu"))
-    found = convergence.compared(features, dtype, 40)
+@pytest.mark.parametrize(("program", "needs"), [("boltz2", "pytorch_lightning"), ("openfold3", "ml_collections")])
+def test_a_small_model_learns_as_it_does_without_evoattn(program: str, needs: str, dtype: torch.dtype) -> None:
+    trained = TRAINED[program]
+    for package in (trained.program.client, needs):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    found = convergence.compared(trained, trained.crops(12, 4), dtype, 40)
     assert found["holds"] and found["last"]["as installed"] < found["first"], found["away"]

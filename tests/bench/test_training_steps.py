@@ -5,7 +5,7 @@ import dataclasses
 import io
 import json
 import lzma
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,14 @@ import prediction_page
 import prediction_ways
 import pytest
 import torch
-import training_steps
-from prediction_features import packed, unpacked
+from prediction_features import cropped, packed, unpacked
 from prediction_programs import PROGRAMS
 from prediction_ways import failure
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_parts import Clock, covered
-from training_steps import Training, cropped, drawn, measure, show
+from training_programs import TRAINED
+from training_steps import Training, measure, show
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_a_crop_is_no_longer_than_its_features(features: dict[str, Tensor]) -> N
 
 
 def test_the_drawn_alignment_and_atoms_are_the_same_each_time(features: dict[str, Tensor]) -> None:
-    first, second = (drawn(cropped(features, 24), 5) for _ in range(2))
+    first, second = (TRAINED["boltz2"].draw(cropped(features, 24), 5) for _ in range(2))
     for name in ("msa", "msa_mask", "msa_paired", "deletion_value", "has_deletion"):
         assert first[name].shape == (1, 5, 24) and torch.equal(first[name], second[name])
     assert first["msa"].min() >= 2 and first["msa"].max() <= 21 and first["msa"].dtype == features["msa"].dtype
@@ -117,7 +117,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Training:
     def kernels(model: Any, on: bool) -> None:
         model.scale = float("nan") if on else 1.0
 
-    def loss_of(model: Any, features: dict[str, Tensor]) -> Tensor:
+    def loss_of(model: Any, features: Mapping[str, Any], copies: int) -> Tensor:
         if model.scale != model.scale:
             raise torch.OutOfMemoryError("CUDA out of memory")
         loss: Tensor = model.scale * model.pairformer_module.layers[0](features["x"]).square().sum()
@@ -132,13 +132,13 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Training:
 
     monkeypatch.setattr(prediction_ways, "left_out", lambda program, chosen: {})
     monkeypatch.setattr("evoattn.patch", patched)
-    monkeypatch.setattr(training_steps, "PROGRAM", dataclasses.replace(PROGRAMS["boltz2"], kernels=kernels))
-    monkeypatch.setattr(training_steps, "loss_of", loss_of)
-    return Training(model, torch.device("cpu"), 2, 64)
+    program = dataclasses.replace(PROGRAMS["boltz2"], kernels=kernels)
+    trained = dataclasses.replace(TRAINED["boltz2"], program=program, loss=loss_of)
+    return Training(trained, model, torch.device("cpu"), 2, 64)
 
 
 def test_ways_of_training_are_measured_and_compared(toy: Training) -> None:
-    features = {"x": torch.rand(3, 4), "token_index": torch.zeros(1, 24), "msa": torch.zeros(1, 5, 24)}
+    features = {"x": torch.rand(3, 4), "has_deletion": torch.zeros(1, 5, 24)}
     before = [x.clone() for x in toy.model.parameters()]
     installed, kernels, patched = measure(toy, features, ["as installed", "cuEquivariance", "evoattn.patch"])
     assert installed["tokens"] == 24 and installed["rows"] == 5 and installed["blocks"] == 64
@@ -175,6 +175,20 @@ def test_the_page_shows_training_beside_predictions(tmp_path: Path) -> None:
     assert "| a | 640 | evoattn.patch | 900 | - | 20.0 |" in text, "there is nothing to compare with"
 
 
+def test_the_page_shows_programs_apart(tmp_path: Path) -> None:
+    cases = [
+        a_case(ms=90.0),
+        a_case(program="OpenFold-3", blocks=48),
+        a_case(program="OpenFold-3", blocks=48, way="evoattn.patch"),
+    ]
+    record = {"machine": {"device": "a card", "torch": "2.11", "date": "2026-11-29", "commit": "abc"}, "cases": cases}
+    first, second = prediction_page.training_block({tmp_path / "a.json": record}).split(
+        "OpenFold-3, 48 blocks, 1,024 sequences:"
+    )
+    assert "Boltz-2, 64 blocks, 1,024 sequences:" in first and "| 384 | as installed | 90 | 1.00 |" in first
+    assert "| 384 | evoattn.patch | 900 | 1.00 |" in second, "it is compared with its own program"
+
+
 class Checkpointed(Trunk):
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         y: Tensor = checkpoint(self.layers[0], x, use_reentrant=False)
@@ -186,7 +200,7 @@ def test_parts_of_a_step_have_their_times() -> None:
     model = Toy()
     model.pairformer_module, model.msa_module = Checkpointed(), Trunk()
     before = [x.grad for x in model.parameters()]
-    with Clock(model, torch.device("cpu")) as clock:
+    with Clock(model, TRAINED["boltz2"].parts, torch.device("cpu")) as clock:
         x = torch.rand(3, 4, requires_grad=True)
         with torch.no_grad():
             model.pairformer_module(x)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from evoattn.clients import graphs
 from evoattn.clients.graphs import FIRST, call_kinds
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.twins import Twin
 from evoattn.clients.site import Count
-from tests.clients.recording import Block, Trunk, draw
+from tests.clients.recording import Block, Trunk, Watched, draw
 
 
 def test_blocks_share_a_recording() -> None:
@@ -173,13 +174,44 @@ def test_lengths_share_a_twin() -> None:
 
 
 def test_another_length_is_recorded_without_a_look() -> None:
-    """Once a recording has been checked; not if it takes an argument more, or is of another structure."""
-    trunk = Trunk()
-    trunk.agrees(2, 3)
+    """Once a recording has been checked, in the same state of torch. Another structure, or another argument, has a look."""
+    trunk = Trunk(2)
+    trunk.agrees(1, 3)
     trunk.agrees(1, 5)
-    trunk.blocks[2:4] = [trunk.kind(width=5), trunk.kind(width=5)]
-    trunk.agrees(1, 4)
-    assert trunk.recorder.looked == [True, False, False, True]
+    assert trunk.recorder.looked == [True, True], "the first length has not been checked yet"
+    trunk.agrees(2, 3)
+    trunk.agrees(2, 6)
+    with torch.inference_mode():
+        trunk.agrees(1, 7)
+    trunk.blocks = [trunk.kind(width=5) for _ in range(2)]
+    trunk.agrees(1, 3)
+    assert trunk.recorder.looked == [True, True, False, True, True]
+
+
+def test_another_argument_has_a_look() -> None:
+    watched = Watched(lambda _, x, by, more=1: x * by * more)
+    watched.agrees(4, torch.ones(1))
+    watched.agrees(4, torch.ones(1), 2)
+    watched.z = draw(1, 5, 4)
+    for seed in range(4):
+        watched(draw(seed, 5, 4), torch.ones(1), 2)
+    assert watched.recorder.looked == [True, True, False]
+
+
+def test_lengths_have_a_look_again_once_a_recording_without_one_fails() -> None:
+    trunk = Trunk(4)
+    original = Block.original
+
+    def waiting(self: Block, x: Tensor, mask: Tensor) -> Tensor:
+        return original(self, x, mask) * (1 if len(x) < 5 else float(mask.max()))
+
+    forward = graphs.step(waiting, trunk.count, trunk.recorder, shared=True)
+    trunk.kind = type("Block", (Block,), {"original": waiting, "forward": forward})
+    trunk.blocks = [trunk.kind() for _ in range(4)]
+    for length in (3, 4, 5, 6, 7):
+        trunk.agrees(2, length)
+    assert trunk.recorder.looked == [True, False, False, True, True, True]
+    assert trunk.recorder.recorded == 2 and any("depend on values" in x for x in trunk.count.passed_on)
 
 
 def test_a_twin_gets_weights_of_all_kinds() -> None:
@@ -202,6 +234,22 @@ def test_a_twin_gets_weights_of_all_kinds() -> None:
         twin.write(sources)
     assert all(map(torch.equal, targets, sources))
     assert [(x.dtype, x.stride()) for x in targets] == [(x.dtype, x.stride()) for x in sources]
+
+
+def test_a_twin_of_tensors_that_share_memory() -> None:
+    """Another module of the structure may have them apart."""
+
+    def module(*buffers: Tensor) -> nn.Module:
+        made = nn.Module()
+        for i, x in enumerate(buffers):
+            made.register_buffer(f"w{i}", x)
+        return made
+
+    base = torch.arange(512.0)
+    twin = Twin(module(base[:128], base[:128], base, base.view(-1)))
+    apart = module(base[:128], base[128:256], base + 1, base + 2)
+    twin.write(Seen(apart).weights)
+    assert all(map(torch.equal, twin.weights, Seen(apart).weights))
 
 
 class Setting:

@@ -188,7 +188,7 @@ def test_float32_attention_with_pair_bias_of_few_residues_is_left_to_the_client(
     with torch.no_grad():
         assert [left(single, x) for x in (512, 513)] == [True, False] and not left(triangle, 5)
         layers[0].layer_norm_z = None
-        assert [left(single, x) for x in (1023, 1024)] == [True, False], "its pair bias comes with the call"
+        assert [left(single, x) for x in (1023, 1024)] == [True, False], "it does not norm the pairs"
         with repeated():
             assert not left(single, 5)
 

@@ -66,7 +66,7 @@ class Traced:
         looks: bool = True,
     ) -> Recording:
         self.looked.append(looks)
-        recording = self._recording(run, device, draws, once)
+        recording = self._recording(run, device, draws, once, looks)
         self.recorded += 1
         if once:
             replay: list[Callable[[], object]] = [recording.replay]
@@ -123,19 +123,22 @@ class Traced:
         self.recorded += 1
         return Recording(replay_forward, first), Recording(replay_backward, gradients)
 
-    def _recording(self, run: Callable[[], Any], device: torch.device, draws: bool, once: bool) -> Recording:
+    def _recording(
+        self, run: Callable[[], Any], device: torch.device, draws: bool, once: bool, looks: bool = True
+    ) -> Recording:
         before = torch.get_rng_state()
         torch.clear_autocast_cache()
         low = torch.autocast("cpu", torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu"), cache_enabled=once)
         try:
             with low, mock.patch.object(proxy_tensor, "disable_autocast_cache", contextlib.nullcontext):
-                return self._record(run, device, draws)
+                return self._record(run, device, draws, looks)
         finally:
             torch.set_rng_state(before)
             torch.clear_autocast_cache()
 
-    def _record(self, run: Callable[[], Any], device: torch.device, draws: bool) -> Recording:
-        scout(functools.partial(seen, run), device, draws)  # which leaves casts of weights in autocast's cache, if it is on
+    def _record(self, run: Callable[[], Any], device: torch.device, draws: bool, looks: bool) -> Recording:
+        if looks:
+            scout(functools.partial(seen, run), device, draws)  # which leaves casts of weights in autocast's cache, if it is on
         if self.fails is not None:
             raise self.fails
         shape: list[Any] = []

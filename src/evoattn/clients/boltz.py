@@ -26,7 +26,10 @@ from evoattn.nn.sharded import like, local
 
 
 def unless_faster_as_installed(replace: Replace, *, counted: bool = True) -> Replace:
-    """`replace`, except for calls that are faster as installed. These are counted here if no site inside counts them."""
+    """`replace`, except for calls that are faster as installed. These are counted here if no site inside counts them.
+
+    None of more than `LONG` residues is on a GPU, if it norms their pairs: torch's norm of these is slow.
+    """
 
     def wrap(original: Any, count: Count) -> Any:
         ours = replace(original, count)

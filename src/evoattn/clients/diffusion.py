@@ -356,9 +356,11 @@ def replayed(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
     """
     recorded = graphs.step(original, count, shared=True)
 
-    def forward(self: Any, a: Any, s: Any, *args: Any, **kwargs: Any) -> Any:
-        of_atoms = (len(args) > 2 and args[2] is not None) or kwargs.get("to_keys") is not None
-        return (recorded if self.training and not of_atoms else original)(self, a, s, *args, **kwargs)
+    def forward(self: Any, a: Any, s: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
+        of_atoms = bias is None or (len(args) > 1 and args[1] is not None) or kwargs.get("to_keys") is not None
+        if of_atoms or not self.training:
+            return original(self, a, s, bias, *args, **kwargs)
+        return recorded(self, a, s, bias.contiguous(), *args, **kwargs)  # a copy with its strides would be one of all layers
 
     forward._evoattn_steps = recorded._evoattn_steps  # type: ignore[attr-defined]
     return forward

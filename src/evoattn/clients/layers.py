@@ -27,9 +27,9 @@ between was measured.
 """
 
 _FEW_IN_SINGLE_TRACK = 1024
-"""Residues below which a float32 attention is left to the client in inference, if its pair bias comes with the call.
+"""Residues below which a float32 attention with pair bias is left to the client in inference, if it does not norm the pairs.
 
-With 16 heads these are the 2^24 scores of `calls.host_sets_pace`.
+With 16 heads these are the 2^24 scores of `calls.faster_as_installed`.
 
 200 steps of OpenFold-3's denoiser took, on an H100, 12.1 s as installed and 16.4 s patched at 152 residues, 11.9 and 15.8 s
 at 304. The trunk at 152 residues took 1.5 and 2.4 s.

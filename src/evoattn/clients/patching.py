@@ -264,8 +264,9 @@ def patch(
             layers that `evoattn.nn` does not know, layers called with unknown arguments, and layers that torch.compile
             compiles. For the last, call `evoattn.nn.replace` before you compile the model. False: only functions that compute
             attention are replaced.
-        graphs: whether what repeats is recorded as CUDA graphs and replayed, for inference on a GPU: the denoiser's step of
-            Boltz, BoltzGen, OpenDDE, OpenFold-3, Protenix and, in part, RosettaFold-3; and, up to 512 residues, the trunk's
+        graphs: whether what repeats is recorded as CUDA graphs and replayed on a GPU. In inference the denoiser's step of
+            Boltz, BoltzGen, OpenDDE, OpenFold-3, Protenix and, in part, RosettaFold-3. In training layers of the denoisers of
+            Boltz-2 and BoltzGen, where a reentrant checkpoint computes them again. In both, up to 512 residues, the trunk's
             blocks of all these but RosettaFold-3, and of ESMFold and OpenFold. A replay has the bits of the call that it stands
             for. Calls that cannot be replayed run as they are, and the report says why. None: yes, if the client has such
             parts.

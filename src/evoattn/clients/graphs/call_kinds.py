@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from evoattn.clients import site
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import Recorder, Recording
-from evoattn.clients.graphs.trees import NotCaptured, Spec, copied, copies, flat, nested, room_for, same_bits
+from evoattn.clients.graphs.trees import NotCaptured, Spec, copied, copies, flat, nested, room_bytes, room_for, same_bits
 from evoattn.clients.graphs.twins import Twin, Twins
 from evoattn.clients.site import Count, taped
 from evoattn.core import keeping
-from evoattn.dispatch.axes import narrow_expanded
 
 WORTH = 8
 """Replays that pay for a recording, which takes as long as two to four calls."""
@@ -80,6 +79,8 @@ class CallKind:
         obstacle: why such calls are never recorded, or "".
         used: when the recording was last used, by a count of calls.
         checked: whether the recording did what a call did.
+        failed: whether a recording without a look failed, so that other sizes of such calls need one too.
+        proof: what such calls of other sizes have in common.
         needs: whether each weight and each tensor needs a gradient. Empty: autograd sees no such call.
     """
 
@@ -88,6 +89,8 @@ class CallKind:
     def __init__(self, spec: Spec, copies: bool = False) -> None:
         self.spec, self._copies = spec, copies
         self.obstacle = ""
+        self.failed = False
+        self.proof: Hashable = None
         self.used = 0
         self._came = False  # whether a call ran as it was
         self._last: list[_Place] = []
@@ -117,7 +120,7 @@ class CallKind:
         """Bytes of the recording. None: there is none."""
         if self._recording is None:
             return None
-        return self._recording.size + sum(x.nbytes for x in self._rooms if x is not None)
+        return self._recording.size + sum(room_bytes(x) for x in self._rooms if x is not None)
 
     @property
     def begins(self) -> bool:
@@ -180,7 +183,7 @@ class CallKind:
         weights at each replay.
 
         only_reads: whether nobody writes to what all calls share. Else a recording is not kept whose tensors do not tell that
-        they were written to. looks: as `Recorder.record` takes it.
+        they were written to. looks: as `Recorder.record` takes it. A recording without a look that fails is tried with one.
         """
         self.drop()
         declined = site.declined()
@@ -238,13 +241,14 @@ class CallKind:
         _copy(rooms, tensors)
         facts = [(i, x.read, x.value) for i in sorted(self._still) if kept for x in keeping.facts_of(tensors[i], read[i])]
         try:
-            options = {"draws": self._copies, "once": loop is not None, "anew": kept, "looks": looks}
-            recording = recorder.record(again, tensors[0].device, **options)
+            options = {"draws": self._copies, "once": loop is not None, "anew": kept}
+            recording = None if looks else self._without_a_look(recorder, again, tensors[0].device, options)
+            recording = recording or recorder.record(again, tensors[0].device, **options)
         except NotCaptured:
             if not kept:
                 raise
             self._may_keep = False  # what the steps share is made by something that a graph cannot repeat
-            self._record(recorder, run, tensors, loop, only_reads, looks)
+            self._record(recorder, run, tensors, loop, only_reads, True)
             return
         results: list[Tensor] = []
         self._result_spec = flat(recording.result, tensors[0].device, results)
@@ -254,10 +258,19 @@ class CallKind:
         self._facts, self._loop, self._is_kept = facts, loop, kept
         self._recordings += 1
 
+    def _without_a_look(
+        self, recorder: Recorder, run: Callable[[], Any], device: torch.device, options: dict[str, bool]
+    ) -> Recording | None:
+        try:
+            return recorder.record(run, device, looks=False, **options)
+        except Exception:  # a look tells why, and leaves nothing behind
+            self.failed = True
+            return None
+
     @staticmethod
     def _fits(still: list[Tensor], only_reads: bool) -> bool:
         """Return whether a recording may have copies of what all calls of a loop share."""
-        small = sum(narrow_expanded(x).nbytes for x in still) <= MOST_COPIED
+        small = sum(map(room_bytes, still)) <= MOST_COPIED
         return small and (only_reads or not any(x.is_inference() for x in still))
 
     def replay(self, tensors: list[Tensor], seen: Seen, loop: object | None, begins: bool = False) -> Any:

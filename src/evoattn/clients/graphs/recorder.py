@@ -153,17 +153,11 @@ class Recorder:
         If it `draws`, each replay draws new random numbers. once: whether the recording makes only at its beginning what a
         sampling keeps, and autocast's casts of weights. Weights must not change until it begins again: a write through `.data`
         changes neither address nor version, so nobody would notice. anew: whether it makes all of that, and reads nothing that
-        the running sampling has. looks: whether to look first if a recording would do the same. That takes longer than the
-        recording; another length of what is recorded already needs it only if the recording fails.
+        the running sampling has. looks: whether to look first if a recording would do the same, which takes longer than
+        the recording.
         """
 
-        def record(side: torch.cuda.Stream) -> Recording:
-            return self._record(run, side, once, anew)
-
-        if not looks:
-            with contextlib.suppress(Exception):
-                return self._beside(None, device, draws, record)
-        return self._beside(run, device, draws, record)
+        return self._beside(run if looks else None, device, draws, lambda side: self._record(run, side, once, anew))
 
     def shared(self, device: torch.device) -> Shared:
         """The memory of recordings of backwards on the current stream."""

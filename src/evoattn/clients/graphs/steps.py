@@ -20,12 +20,11 @@ from evoattn.clients.graphs.call_kinds import MOST_COPIED, MOVES, WORTH, Call, C
 from evoattn.clients.graphs.gradients import GradientKind, is_recorded_elsewhere
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import Recorder
-from evoattn.clients.graphs.trees import NotCaptured, Spec, flat, outline, same_bits
+from evoattn.clients.graphs.trees import NotCaptured, Spec, flat, outline, room_bytes, same_bits
 from evoattn.clients.graphs.twins import Twins
 from evoattn.clients.kinds import ELSEWHERE
 from evoattn.clients.site import Count, is_taped, repeated
 from evoattn.core import guards, keeping
-from evoattn.dispatch.axes import narrow_expanded
 
 FIRST = "among the first calls of their kind"
 """The reason for calls that were not replayed, but may be the next time."""
@@ -74,14 +73,14 @@ class Kinds(collections.OrderedDict[Any, CallKind]):
     """The kinds of calls of modules that share recordings: one module, or all of one structure.
 
     Attributes:
-        proven: what is recorded of other sizes already, as `outline` tells it, without a look before.
+        proven: what is recorded and checked, by the `proof` of its kinds. Other sizes of it are recorded without a look.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.twins = Twins()
         self.recorded = self.replayed = 0
-        self.proven: set[Spec] = set()
+        self.proven: set[Hashable] = set()
 
     def pay(self) -> bool:
         """Return whether another recording may pay, as those before did."""
@@ -228,11 +227,13 @@ class Steps:
             return "a gradient may be wanted", None, None
         if not tensors or not guards.ordinary(tensors):
             return "no argument is an ordinary tensor" if not tensors else "an argument is no ordinary tensor", None, None
-        key, kinds = (self._recorder.state(seen.device), spec, needs), known.kinds
+        state, kinds = self._recorder.state(seen.device), known.kinds
+        key = state, spec, needs
         kind = kinds.get(key)
         if kind is None:
             kind = kinds[key] = GradientKind(spec, needs) if needs else CallKind(spec, self._shared)
-            if self._shared and sum(narrow_expanded(x).nbytes for x in tensors) > MOST_COPIED:
+            kind.proof = state, outline(spec), needs
+            if self._shared and sum(map(room_bytes, tensors)) > MOST_COPIED:
                 kind.obstacle = "many arguments, which keep a GPU busy"
             if len(kinds) > _LOOKED_AT:
                 kinds.popitem(last=False)
@@ -261,8 +262,10 @@ class Steps:
                 return result
             known.kinds.recorded += 1
             twins = known.kinds.twins if self._shared else None
-            options = {"only_reads": self._is_whole, "looks": outline(kind.spec) not in known.kinds.proven}
+            options = {"only_reads": self._is_whole, "looks": kind.proof not in known.kinds.proven}
             kind.record(self._recorder, self._original, module, known.seen, call, twins, run, **options)
+            if kind.failed:
+                known.kinds.proven.discard(kind.proof)
             self._drop_oldest()
         return result
 
@@ -295,7 +298,7 @@ class Steps:
         finally:
             recorder.set_random_state(device, drawn)
         if kind.checked and not kind.obstacle:
-            known.kinds.proven.add(outline(kind.spec))
+            known.kinds.proven.add(kind.proof)
         if torch.is_autocast_enabled(device.type):
             torch.clear_autocast_cache()  # of casts that replays do not need
         return result

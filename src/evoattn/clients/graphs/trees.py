@@ -103,6 +103,14 @@ def room_for(tensor: Tensor) -> Tensor:
     return room if room.shape == tensor.shape else room.as_strided(tensor.shape, tensor.stride())
 
 
+def room_bytes(tensor: Tensor) -> int:
+    """The bytes of `room_for(tensor)`, gaps between its rows included."""
+    small = narrow_expanded(tensor)
+    if not small.numel():
+        return 0
+    return small.element_size() * (1 + sum((n - 1) * s for n, s in zip(small.shape, small.stride(), strict=True)))
+
+
 def copied(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors into others that `room_for` made."""
     if targets:

@@ -16,7 +16,7 @@ from evoattn.clients.site import taped
 
 
 class Twin:
-    """A copy of a module, with weights of its own.
+    """A copy of a module, with weights of its own, each in memory of its own.
 
     Args:
         of: the module.
@@ -29,13 +29,19 @@ class Twin:
     def __init__(self, of: nn.Module, needs: Sequence[bool] | None = None) -> None:
         with torch.inference_mode(False):  # its weights shall have versions
             self.module = copy.deepcopy(of).requires_grad_(False)
-        self.weights = Seen(self.module).weights
+            self.weights = Seen(self.module).weights
+            storages: set[int] = set()
+            for weight in {id(x): x for x in self.weights}.values():  # copies of views share their memory, as the views do
+                storage = weight.untyped_storage()
+                if storage.nbytes() > weight.nbytes or storage.data_ptr() in storages:
+                    weight.data = weight.detach().clone()
+                storages.add(storage.data_ptr())
         for weight, need in zip(self.weights, needs or (), strict=needs is not None):
             if need:  # one that is there twice needs one gradient, at its first place
                 weight.requires_grad_()
         self._groups: dict[tuple[torch.dtype, bool], list[int]] = {}  # places of weights that one launch copies
-        for place, weight in enumerate(self.weights):
-            self._groups.setdefault((weight.dtype, weight.is_contiguous()), []).append(place)
+        for place, (weight, source) in enumerate(zip(self.weights, Seen(of).weights, strict=True)):
+            self._groups.setdefault((weight.dtype, weight.stride() == source.stride()), []).append(place)
 
     @torch.no_grad()
     def write(self, weights: list[Tensor]) -> None:

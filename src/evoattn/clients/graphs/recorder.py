@@ -156,7 +156,6 @@ class Recorder:
         the running sampling has. looks: whether to look first if a recording would do the same, which takes longer than
         the recording.
         """
-
         return self._beside(run if looks else None, device, draws, lambda side: self._record(run, side, once, anew))
 
     def shared(self, device: torch.device) -> Shared:

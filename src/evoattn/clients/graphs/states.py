@@ -232,7 +232,8 @@ class ClassLook:
         own_names = () if _root(kind.__module__) == "torch" else (x for x in own if not x.startswith(("__", "_abc_")))
         self._containers = [name for name in own_names if _is_spread(own[name])]
         self._properties = [name for name, value in own.items() if type(value) is property]
-        plain = [x for x in own if x not in {*self._containers, *self._properties, *_LAZY}]
+        others = _LAZY.union(self._containers, self._properties)
+        plain = [x for x in own if x not in others]
         self._get = operator.itemgetter("__module__", "__module__", *plain)  # two, to get a tuple
         self._size = self._count(own)
 

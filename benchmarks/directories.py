@@ -70,10 +70,10 @@ def write_inputs(folder: Path, lengths: list[int], rows: int, seed: int = 0) -> 
         (folder / f"p{number:03}.yaml").write_text(f"version: 1\nsequences:\n  - protein: {protein}\n")
 
 
-def spread(inputs: int, shortest: int, longest: int) -> list[int]:
-    """Lengths at equal distances, in an order that is always the same."""
+def spread(inputs: int, shortest: int, longest: int, drawn: random.Random | None = None) -> list[int]:
+    """Lengths at equal distances, in an order that is always the same, or that is drawn."""
     lengths = [round(shortest + (longest - shortest) * i / max(inputs - 1, 1)) for i in range(inputs)]
-    random.Random(0).shuffle(lengths)
+    (drawn or random.Random(0)).shuffle(lengths)
     return lengths
 
 

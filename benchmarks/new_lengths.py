@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 
 import torch
+from directories import spread
 from prediction_features import moved, unpacked
 from prediction_ways import WAYS, Case, begun, keep, options
 from predictions import Run
@@ -31,10 +32,8 @@ PROGRAM = TRAINS.program
 
 def problems(count: int, shortest: int, longest: int, rows: int) -> list[tuple[int, int]]:
     """Lengths at equal distances with sizes of alignments from 1 to `rows`, in an order that is always the same."""
-    drawn_by = random.Random(0)
-    lengths = [round(shortest + (longest - shortest) * i / max(count - 1, 1)) for i in range(count)]
-    drawn_by.shuffle(lengths)
-    return [(length, round(rows ** drawn_by.random())) for length in lengths]
+    drawn = random.Random(0)
+    return [(length, round(rows ** drawn.random())) for length in spread(count, shortest, longest, drawn)]
 
 
 def show(case: Case) -> str:

@@ -226,7 +226,7 @@ def test_a_twin_gets_weights_of_all_kinds() -> None:
         return made
 
     first = module(0)
-    twin, other = Twin(first), module(100)
+    twin, other = Twin(first, Seen(first)), module(100)
     targets, sources = Seen(twin.module).weights, Seen(other).weights
     assert all(map(torch.equal, targets, Seen(first).weights)), "their values stay"
     assert not {x.data_ptr() for x in targets if x.numel()} & {x.data_ptr() for x in Seen(first).weights}
@@ -246,7 +246,8 @@ def test_a_twin_of_tensors_that_share_memory() -> None:
         return made
 
     base = torch.arange(512.0)
-    twin = Twin(module(base[:128], base[:128], base, base.view(-1)))
+    together = module(base[:128], base[:128], base, base.view(-1))
+    twin = Twin(together, Seen(together))
     apart = module(base[:128], base[128:256], base + 1, base + 2)
     twin.write(Seen(apart).weights)
     assert all(map(torch.equal, twin.weights, Seen(apart).weights))

@@ -148,7 +148,7 @@ def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(single: bool, m
     assert sum(count.passed_on.values()) == (0 if single else 2), "what is inside counts"
 
 
-def test_boltz_leaves_long_pairs_that_an_attention_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evoattn_computes_attentions_of_boltz_that_norm_long_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, where torch's norm of these takes longer than the host."""
     monkeypatch.setattr(boltz, "faster_as_installed", lambda *_: "few")
     monkeypatch.setattr(boltz, "LONG", 5)

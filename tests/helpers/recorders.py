@@ -62,8 +62,8 @@ class Traced:
         *,
         draws: bool = False,
         once: bool = False,
-        anew: bool = False,
         looks: bool = True,
+        **_: bool,
     ) -> Recording:
         self.looked.append(looks)
         recording = self._recording(run, device, draws, once, looks)

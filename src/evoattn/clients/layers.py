@@ -173,5 +173,6 @@ def slower_in_float32(swap: Swap, arguments: tuple[Any, ...]) -> str:
         return "" if _multiplies_by_float16(arguments) else WIDE
     if is_repeated() or not isinstance(swap.layer, AttentionPairBias):
         return ""
-    least = FEW if torch.is_grad_enabled() else LONG + 1 if swap.layer.layer_norm_z is not None else _FEW_IN_SINGLE_TRACK
+    least = _FEW_IN_SINGLE_TRACK if swap.layer.layer_norm_z is None else LONG + 1
+    least = FEW if torch.is_grad_enabled() else least
     return _FEW_RESIDUES if (residues(arguments, 3) or least) < least else ""

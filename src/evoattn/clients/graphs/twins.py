@@ -20,13 +20,14 @@ class Twin:
 
     Args:
         of: the module.
+        seen: the same, as it was seen.
         needs: whether each of its weights needs a gradient. None: no one does.
 
     Attributes:
         weights: in the order of `Seen.weights`.
     """
 
-    def __init__(self, of: nn.Module, needs: Sequence[bool] | None = None) -> None:
+    def __init__(self, of: nn.Module, seen: Seen, needs: Sequence[bool] | None = None) -> None:
         with torch.inference_mode(False):  # its weights shall have versions
             self.module = copy.deepcopy(of).requires_grad_(False)
             self.weights = Seen(self.module).weights
@@ -40,7 +41,7 @@ class Twin:
             if need:  # one that is there twice needs one gradient, at its first place
                 weight.requires_grad_()
         self._groups: dict[tuple[torch.dtype, bool], list[int]] = {}  # places of weights that one launch copies
-        for place, (weight, source) in enumerate(zip(self.weights, Seen(of).weights, strict=True)):
+        for place, (weight, source) in enumerate(zip(self.weights, seen.weights, strict=True)):
             self._groups.setdefault((weight.dtype, weight.stride() == source.stride()), []).append(place)
 
     @torch.no_grad()
@@ -77,7 +78,7 @@ class Twins:
         if twin is not None:
             twin.write(seen.weights)
             return twin
-        twin = Twin(module, needs)
+        twin = Twin(module, seen, needs)
         random = recorder.random_state(device)
         try:
             with taped([]):

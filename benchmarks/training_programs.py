@@ -42,6 +42,7 @@ class Trained:
         draw: features with random labels and so many random sequences.
         loss: of a model, features and so many copies, with one recycle.
         optimizer: the program's own at its first step, whose rate is 0: the weights stay what they are.
+        sequence: the feature with the sequence as numbers for each letter.
         parts: by name, a module and the list inside of it whose modules checkpoints compute again. One is "trunk".
     """
 
@@ -55,6 +56,7 @@ class Trained:
     draw: Callable[[Features, int], dict[str, Any]]
     loss: Callable[[Any, Features, int], Tensor]
     optimizer: Callable[[Any], Any]
+    sequence: str
     parts: Mapping[str, tuple[str, str]]
 
     def crops(self, tokens: int, rows: int) -> dict[str, Any]:
@@ -272,6 +274,7 @@ TRAINED = {
         _boltz2_draw,
         _boltz2_loss,
         lambda model: model.configure_optimizers()[0][0],
+        "res_type",
         {
             "MSA module": ("msa_module", "layers"),
             "templates": ("template_module", ""),
@@ -291,6 +294,7 @@ TRAINED = {
         _openfold3_draw,
         _openfold3_loss,
         _adam,
+        "restype",
         _AF3_PARTS | {"confidence": ("aux_heads", "")},
     ),
     "protenix": Trained(
@@ -304,6 +308,7 @@ TRAINED = {
         _protenix_draw,
         _protenix_loss,
         _adam,
+        "restype",
         _AF3_PARTS | {"confidence": ("confidence_head", "")},
     ),
 }

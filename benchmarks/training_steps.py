@@ -30,7 +30,9 @@ from training_programs import TRAINED, Trained
 
 from evoattn.bench import machine
 
-STAGES = ("forward", "backward", "optimizer")
+Step = tuple[dict[str, Tensor], dict[str, float]]
+"""Results of a step, and its milliseconds by stage."""
+
 ROWS = 1024
 CLIP = 10.0
 """The largest norm of a gradient, in all programs."""
@@ -52,24 +54,37 @@ class Training:
         The weights stay what they are: the first rate of all schedules is 0.
         """
         optimizer = self.trained.optimizer(self.model)
+        try:
+            return self.timed(way, lambda: self.step(features, optimizer))
+        finally:
+            optimizer.zero_grad()
+
+    def timed(self, way: Way, step: Callable[[], Step]) -> tuple[Case, dict[str, Tensor]]:
+        """Measure steps in one way, and return the results of the first, which compiles."""
         numbers: Case = {}
         with used(way, self.trained.program, self.model):
-            try:
-                outputs, _ = self.step(features, optimizer)
-                with peak(self.device, numbers):
-                    times = [self.step(features, optimizer)[1] for _ in range(self.steps)]
-            finally:
-                optimizer.zero_grad()
+            outputs, _ = step()
+            with peak(self.device, numbers):
+                times = [step()[1] for _ in range(self.steps)]
         numbers["ms"] = round(statistics.median(sum(x.values()) for x in times), 2)
-        numbers["stages"] = {name: round(statistics.median(x[name] for x in times), 2) for name in STAGES}
+        numbers["stages"] = {name: round(statistics.median(x[name] for x in times), 2) for name in times[0]}
         return numbers | {"loss": float(f"{outputs['loss']:.6g}")}, outputs
 
-    def step(
-        self, features: Mapping[str, Any], optimizer: Any, clock: Any = None
-    ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Results and milliseconds of a step. clock: is told when the backward runs (`training_parts.Clock`)."""
-        torch.manual_seed(1)
+    def step(self, features: Mapping[str, Any], optimizer: Any, clock: Any = None) -> Step:
+        """A step. clock: is told when the backward runs (`training_parts.Clock`)."""
         optimizer.zero_grad()
+        loss, times = self.passes(features, clock)
+        first = self.trained.first_block(self.model)
+        block = torch.cat([x.grad.flatten() for x in first.parameters() if x.grad is not None])
+        outputs = {"loss": loss, "first block": block.float().cpu()}
+        with self._timed("optimizer", times):
+            outputs["gradient norm"] = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP).cpu()
+            optimizer.step()
+        return outputs, times
+
+    def passes(self, features: Mapping[str, Any], clock: Any = None) -> tuple[Tensor, dict[str, float]]:
+        """The loss on the CPU after forward and backward, and milliseconds of both."""
+        torch.manual_seed(1)
         times: dict[str, float] = {}
         with self._timed("forward", times), torch.autocast(self.device.type, torch.bfloat16), tf32(False):
             loss = self.trained.loss(self.model, features, self.trained.copies)
@@ -79,13 +94,7 @@ class Training:
             loss.backward()  # type: ignore[no-untyped-call]
             if clock is not None:
                 clock.in_backward = False
-        first = self.trained.first_block(self.model)
-        block = torch.cat([x.grad.flatten() for x in first.parameters() if x.grad is not None])
-        outputs = {"loss": loss.detach().cpu(), "first block": block.float().cpu()}
-        with self._timed("optimizer", times):
-            outputs["gradient norm"] = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP).cpu()
-            optimizer.step()
-        return outputs, times
+        return loss.detach().cpu(), times
 
     @contextlib.contextmanager
     def _timed(self, stage: str, times: dict[str, float]) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import design_steps
 import pytest
 import torch
 from prediction_features import moved, unpacked
@@ -82,6 +83,11 @@ def test_a_step_of_a_narrow_model_is_the_same_when_patched(program: str, needs: 
     assert (installed["program"], installed["tokens"], installed["rows"]) == (trained.program.title, 16, 8)
     assert all(0 < x < 0.05 for x in patched["from_installed"].values()), patched["from_installed"]
     assert all(torch.equal(x, y) for x, y in zip(before, training.model.parameters(), strict=True)), "the rate is 0"
+    designed = list(measure(training, moved(trained.crops(16, 8), CPU), ["as installed", "evoattn run"], design_steps.measure))
+    assert all("gradient of the sequence" in x["program"] and "failed" not in x for x in designed), designed
+    assert designed[0]["stages"].keys() == {"forward", "backward"} and designed[1]["from_installed"]["sequence"] < 0.05
+    assert not any(x.requires_grad or x.grad is not None for x in training.model.parameters())
+    training = Training(trained, trained.narrow(CPU), CPU, 1, trained.blocks)
     with Clock(training.model, trained.parts, CPU) as clock:
         training.step(moved(trained.crops(16, 8), CPU), trained.optimizer(training.model), clock)
     assert trained.parts.keys() - clock.ms().keys() <= {"templates"}, "narrow Boltz-2 has none"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evoattn.clients import diffusion, graphs, initial, sampling, writing
+from evoattn.clients import conditioning, diffusion, graphs, initial, losses, sampling, writing
 from evoattn.clients.arguments import forwards, ignore
 from evoattn.clients.blocks import END, KnownBlock, PairLayers, SplitBlock
 from evoattn.clients.calls import LONG, additive, faster_as_installed, kernel, multiplication
@@ -298,10 +298,9 @@ def _client(
     """Boltz or BoltzGen.
 
     `multiplied` is the module of the triangle multiplication. `pairs` has replacements of `AttentionPairBias.forward` by
-    module, `diffusions` modules of the diffusion, of which the last passes pair biases to its denoiser, `transformers` those of
-    its transformers, `encoders` the one of the condition, `msas` those of the MSA module, and `initials` those that draw
-    initial weights. The rest is what only one of both has: sites of `layers` and of its `command`, layers, and blocks
-    that can be split over processes.
+    module, `diffusions` modules of the diffusion, of which the last passes pair biases to its denoiser and has a loss that is a
+    mean over copies, `transformers` those of its transformers, `encoders` the one of the condition, `msas` those of the MSA
+    module, and `initials` those that draw initial weights. The rest is what only one of both has.
     """
     there = f"{package}.model.layers"
     transformers = {f"{package}.model.modules.{name}": x for name, x in transformers.items()}
@@ -326,6 +325,8 @@ def _client(
             *diffusion.boltz_sites(transformers),
             *_uncounted(diffusion.conditioned, f"{diffusions[-1]}:DiffusionModule.forward"),
             *(Site(name, "trunc_normal_init_", initial.truncated, counted=False) for name in initials),
+            Site(diffusions[-1].replace("modules", "loss"), "smooth_lddt_loss", losses.by_copy, counted=False),
+            *_uncounted(conditioning.joined, f"{package}.model.modules.diffusion_conditioning:DiffusionConditioning.forward"),
             *_uncounted(diffusion.shared_condition, f"{package}.model.modules.{encoders}:SingleConditioning.forward"),
         ),
         steps=(
@@ -359,9 +360,7 @@ CLIENTS = {
                 "boltz.model.layers.attention:AttentionPairBias",
                 "boltz.model.layers.attentionv2:AttentionPairBias",
             ),
-            *_uncounted(
-                sampling.aligned, f"{_LOSS}.diffusion:weighted_rigid_align", f"{_LOSS}.diffusionv2:weighted_rigid_align"
-            ),
+            *(Site(f"{_LOSS}.diffusion{x}", "weighted_rigid_align", sampling.aligned, counted=False) for x in ("", "v2")),
             *_uncounted(
                 sampling.schedule,
                 f"{_MODULES}.diffusion:AtomDiffusion.sample_schedule",

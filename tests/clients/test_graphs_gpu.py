@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import evoattn
 from evoattn.clients import graphs
 from evoattn.clients.graphs import FIRST, call_kinds
+from evoattn.clients.graphs.steps import AGAIN
 from evoattn.clients.site import Count
 from evoattn.pair import linear
 
@@ -448,5 +449,7 @@ def test_blocks_are_trained_by_replays(dtype: torch.dtype | None, reentrant: boo
                 x.mul_(0.97)
     if reentrant is True:
         assert set(count.passed_on) == {FIRST} and count.replaced == 4 * 8 - 6
+    elif reentrant is False:
+        assert set(count.passed_on) == {FIRST, AGAIN} and count.replaced == 4 * 4 - 3
     else:
         assert set(count.passed_on) == {"a gradient may be wanted"}

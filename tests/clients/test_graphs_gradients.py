@@ -19,9 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from evoattn.clients.graphs import FIRST, call_kinds, gradients, steps
 from tests.clients.recording import Block, Trunk, draw
 
-
-def saved(run: Callable[..., Any], *args: Any, reentrant: bool = True) -> Any:
-    return checkpoint(run, *args, use_reentrant=reentrant)
+saved = functools.partial(checkpoint, use_reentrant=True)
 
 
 class Trained(Trunk):
@@ -81,13 +79,11 @@ def test_steps_of_a_trunk_have_the_gradients_of_the_originals() -> None:
     assert trunk.recorder.recorded == 2, "the forward without gradients, and both passes"
 
 
-@pytest.mark.parametrize("reentrant", [False, None])
-def test_other_calls_that_autograd_sees_run_as_they_were(reentrant: bool | None) -> None:
-    """A checkpoint that is not reentrant counts what its first forward saved. Without one the backward comes later."""
+def test_other_calls_that_autograd_sees_run_as_they_were() -> None:
+    """Without a checkpoint whatever the forward saves is kept until the backward comes."""
     trunk = Trained()
-    run = functools.partial(saved, reentrant=False) if reentrant is False else lambda block, *args: block(*args)
     for seed in range(3):
-        trunk.step(seed, run)
+        trunk.step(seed, lambda block, *args: block(*args))
     assert set(trunk.count.passed_on) == {"a gradient may be wanted"} and not trunk.recorder.recorded
 
 

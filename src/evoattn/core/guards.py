@@ -21,6 +21,7 @@ from Python took half of a call's time. `dispatch.lookup` keeps the plans: a cal
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import threading
 from collections.abc import Callable, Iterable
@@ -277,11 +278,32 @@ def only_computes() -> bool:
 def is_recomputed() -> bool:
     """Return whether a reentrant checkpoint computes a call again in a backward, and no hook sees what autograd saves.
 
-    The backward of the call follows then, when the checkpoint is done. A checkpoint that is not reentrant counts what its first
-    forward saved.
+    The backward of the call follows then, when the checkpoint is done.
     """
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return hooks is not None and torch._C._current_graph_task_id() != -1 and hooks(True) is None
+
+
+def checkpoint() -> tuple[Any, Any] | None:
+    """The innermost checkpoint that is not reentrant, if its hooks are those that see what autograd saves.
+
+    torch shows it by the variables of its hooks alone.
+
+    Returns:
+        What stands in torch for this checkpointed call, and None in its first pass, or what tells the backward in which it is
+        computed again. None: there is none, or torch has other variables.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = top(True) if top is not None else None
+    if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
+        return None
+    pack = inspect.unwrap(hooks[0])  # torch.compile looks into none
+    variables = dict(zip(pack.__code__.co_freevars, (x.cell_contents for x in pack.__closure__ or ()), strict=True))
+    if "frame" in variables:
+        return variables["frame"], None
+    frame = variables["target_frame_ref"]() if "target_frame_ref" in variables else None
+    backward = variables.get("gid")
+    return None if frame is None or backward is None else (frame, backward)
 
 
 def forget_torch() -> None:

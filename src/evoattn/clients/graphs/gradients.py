@@ -1,7 +1,8 @@
 """Recordings of calls that autograd differentiates: a graph of the forward, and one of the backward.
 
-The backward reads what the forward left in memory that all such recordings share. So only calls are recorded that a reentrant
-checkpoint computes again: their backward follows at once. If another forward comes between, the forward is replayed once more.
+The backward reads what the forward left in memory that all such recordings share. So only calls in a checkpoint are recorded,
+of whose forward no more than the inputs is kept. A reentrant one computes the call again, and its backward follows at once.
+In others another forward comes between, and the forward is replayed once more before the backward.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from evoattn.clients import site
+from evoattn.clients.graphs import checkpoints
 from evoattn.clients.graphs.call_kinds import MOST_COPIED, MOVES, WORTH, Call, CallKind
 from evoattn.clients.graphs.gradients import GradientKind, is_recorded_elsewhere
 from evoattn.clients.graphs.modules import Seen
@@ -28,6 +29,9 @@ from evoattn.core import guards, keeping
 
 FIRST = "among the first calls of their kind"
 """The reason for calls that were not replayed, but may be the next time."""
+
+AGAIN = "computed again by a checkpoint, as its first pass was"
+"""The reason for calls in the second pass of a checkpoint that is not reentrant."""
 
 _RECORDED = 8
 """Recordings kept for one function. Each has a memory pool, with the weights as autocast casts or as layers split them."""
@@ -160,6 +164,9 @@ class Steps:
                 kind.end_loop()
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        note = checkpoints.note()
+        if note is not None and note.is_second:
+            return self._again(note, module, args, kwargs)
         if _inside.get() or is_taped():  # a recording counts it as replayed
             self._count.count_replaced() if is_taped() else self._count.count_passed_on(FIRST)
             return self._original(module, *args, **kwargs)
@@ -174,11 +181,16 @@ class Steps:
         # Autocast's cache belongs to all threads: none may find casts there that are being recorded and not computed yet.
         with self._lock:
             call = Call(args, recorded, [])
-            why, known, kind = self._classify(module, call)
+            why, known, kind = self._classify(module, call, note is not None or guards.is_recomputed())
+            if note is not None and kind is not None:
+                note.way = checkpoints.REPEATED
             if known is not None and kind is not None and not why:
                 stands = kind.stands_for(call.tensors, run)
                 if stands and kind.checked:
-                    result = kind.replay(call.tensors, known.seen, run)
+                    with contextlib.nullcontext() if note is None else checkpoints.hidden():
+                        result = kind.replay(call.tensors, known.seen, run)
+                    if note is not None:
+                        note.way = checkpoints.REPLAYED
                     kind.count()
                     known.kinds.replayed += 1
                     known.trusted = run
@@ -189,6 +201,13 @@ class Steps:
                     return (self._compare if stands else self._learn)(module, known, kind, call, run)
             self._count.count_passed_on(why or FIRST)
         with repeated() if kind is not None else contextlib.nullcontext():  # computed as recorded calls of its kind
+            return self._original(module, *args, **kwargs)
+
+    def _again(self, note: checkpoints.Note, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute a call in the second pass of a checkpoint as in its first, by the original."""
+        self._count.count_passed_on(AGAIN)
+        hidden = checkpoints.hidden() if note.way == checkpoints.REPLAYED else contextlib.nullcontext()
+        with hidden, contextlib.nullcontext() if note.way == checkpoints.PLAIN else self._repeated():
             return self._original(module, *args, **kwargs)
 
     def _obstacle(self, module: nn.Module) -> str:
@@ -204,8 +223,11 @@ class Steps:
             return "torch compiles, traces or transforms them, or a mode is on"
         return "recorded by others" if self._recorder.is_recording() else ""
 
-    def _classify(self, module: nn.Module, call: Call) -> tuple[str, _Known | None, CallKind | None]:
-        """Return the reason not to replay a call, the known module and the kind of call. Append the call's tensors."""
+    def _classify(self, module: nn.Module, call: Call, saves_inputs: bool) -> tuple[str, _Known | None, CallKind | None]:
+        """Return the reason not to replay a call, the known module and the kind of call. Append the call's tensors.
+
+        saves_inputs: whether a checkpoint keeps no more for the backward of the call than its inputs.
+        """
         known = self._known.get(module)
         if known is not None and known.changes >= _RESTLESS:
             return "it changes its modules", None, None
@@ -223,7 +245,7 @@ class Steps:
         except NotCaptured as error:
             return str(error), None, None
         needs = _needs(seen.weights, tensors)
-        if needs and not (self._shared and guards.is_recomputed()):
+        if needs and not (self._shared and saves_inputs):
             return "a gradient may be wanted", None, None
         if not tensors or not guards.ordinary(tensors):
             return "no argument is an ordinary tensor" if not tensors else "an argument is no ordinary tensor", None, None

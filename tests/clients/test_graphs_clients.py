@@ -17,6 +17,7 @@ import evoattn
 from evoattn.clients import graphs
 from evoattn.clients.graphs import FIRST, call_kinds
 from evoattn.clients.graphs.recorder import Recorder
+from evoattn.clients.graphs.steps import AGAIN
 from evoattn.clients.graphs.trees import NotCaptured
 from tests.helpers.denoisers import STEPS, draw, filled, module, openfold3, openfold3_config, protenix, small
 from tests.helpers.recorders import Again, Traced
@@ -145,6 +146,44 @@ def test_openfold3(layers: bool, device: torch.device) -> None:
         "openfold3", "openfold3.core.model.latent.pairformer:PairFormerBlock.forward", [(9, True), (14, True)], trunk, device,
         layers=layers, eager=[(9, False), (14, False)],
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("client", ["openfold3", "protenix"])
+def test_blocks_in_their_checkpoints_are_trained(client: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These checkpoints are not reentrant."""
+    monkeypatch.setenv("LAYERNORM_TYPE", "torch")
+    if client == "openfold3":
+        shape = small(openfold3_config().pairformer)
+        shape.update({"no_blocks": 5, "blocks_per_ckpt": 1, "use_reentrant": False})
+        stack = filled(device, module("openfold3.core.model.latent.pairformer").PairFormerStack, **shape).train()
+        site = "openfold3.core.model.latent.pairformer:PairFormerBlock.forward"
+    else:
+        options = {"n_blocks": 5, "n_heads": 2, "c_z": 8, "c_s": 12, "blocks_per_ckpt": 1}
+        stack = filled(device, module("protenix.model.modules.pairformer").PairformerStack, **options).train()
+        site = "protenix.model.modules.pairformer:PairformerBlock.forward"
+    batch = (1,) if client == "openfold3" else ()
+    with device:
+        given, mask = [draw(1, *batch, 9, 12), draw(2, *batch, 9, 9, 8)], torch.ones(*batch, 9, 9)
+
+    def train() -> list[Tensor]:
+        torch.manual_seed(3)
+        found = []
+        for _ in range(3):
+            s, z = inputs = [x.clone().requires_grad_() for x in given]
+            run = functools.partial(stack, s=s, z=z, pair_mask=mask)
+            outputs = run(single_mask=mask[..., 0]) if client == "openfold3" else run()
+            sum(x.square().mean() for x in outputs).backward()
+            found += [x.detach() for x in outputs] + [x.grad for x in (*inputs, *stack.parameters()) if x.grad is not None]
+            stack.zero_grad()
+        return [*found, torch.rand(3, device=device)]
+
+    with evoattn.patch(client, layers=False, graphs=False):
+        expected = train()
+    with evoattn.patch(client, layers=False, graphs=True) as patched:
+        trained = train()
+    assert patched.steps[site] == {"": 3 * 5 - 3, FIRST: 3, AGAIN: 3}
+    for a, b in zip(trained, expected, strict=True):
+        assert torch.equal(a, b) if device.type == "cpu" else (a - b).norm() <= 1e-3 * b.norm()
 
 
 @pytest.mark.parametrize("layers", [False, True])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
+from torch.utils.checkpoint import checkpoint
 
 from evoattn.clients import conditioning, losses
 from evoattn.clients.site import Count
@@ -45,7 +46,14 @@ def filled(module: nn.Module) -> Any:
     return module
 
 
-joined = conditioning.joined(Conditioning.forward, Count())
+def client(*_: Any, **__: Any) -> Any:
+    raise AssertionError("the client's own code computes")
+
+
+joined = conditioning.joined(client, Count())
+"""What computes by itself alone."""
+
+either = conditioning.joined(Conditioning.forward, Count())
 PAIRS = torch.randn(2, 1, 5, 5, C, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
@@ -143,6 +151,10 @@ def own_forward(module: Any) -> None:
     module.token_trans_proj_z[0].forward = lambda x: x[..., :HEADS]
 
 
+def own_call(module: Any) -> None:
+    module.token_trans_proj_z[0]._call_impl = lambda x: x[..., :HEADS]
+
+
 def without_layers(module: Any) -> None:
     module.token_trans_proj_z = nn.ModuleList([nn.Identity()])
 
@@ -150,12 +162,12 @@ def without_layers(module: Any) -> None:
 CHANGES = (hooked, hooked_inside, adapted, parametrized, pruned, with_dropout, with_a_bias, without_affine, another_eps)
 
 
-@pytest.mark.parametrize("change", [*CHANGES, own_forward, without_layers])
+@pytest.mark.parametrize("change", [*CHANGES, own_forward, own_call, without_layers])
 def test_changed_layers_are_called(change: Callable[[Any], None]) -> None:
     module = filled(Conditioning())
     before = Conditioning.forward(module, "s", *PAIRS, feats="features")[3:]
     change(module)
-    right, found = (forward(module, "s", *PAIRS, feats="features")[3:] for forward in (Conditioning.forward, joined))
+    right, found = (forward(module, "s", *PAIRS, feats="features")[3:] for forward in (Conditioning.forward, either))
     assert all(map(torch.equal, right, found))
     assert not all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(before, right, strict=True))
 
@@ -177,19 +189,23 @@ def test_boltz_joins_its_biases() -> None:
     }
     module, pairs = module.float(), PAIRS.float()
     s = torch.randn(1, 5, 6)
-    right, found = (x(module, s, *pairs, feats)[3:] for x in (kind.forward, conditioning.joined(kind.forward, Count())))
+    right, found = (x(module, s, *pairs, feats)[3:] for x in (kind.forward, joined))
     torch.testing.assert_close(found, right)
+    module.to("meta")
+    shapes = [x.shape for x in joined(module, s.to("meta"), *pairs.to("meta"), {k: x.to("meta") for k, x in feats.items()})[3:]]
+    assert shapes == [x.shape for x in right]
 
 
 def of_the_client(
     predicted: Tensor, true: Tensor, is_nucleotide: Tensor, coords_mask: Any, far: float, near: float, multiplicity: int
 ) -> Tensor:
-    """A smooth lDDT, as Boltz-2 computes it."""
+    """A smooth lDDT, as Boltz-2 computes it. It has second derivatives."""
     is_nucleotide, coords_mask = (x.repeat_interleave(multiplicity, 0) for x in (is_nucleotide, coords_mask))
     distances = torch.cdist(true, true)
     cutoffs = is_nucleotide[:, :, None] * far + (1 - is_nucleotide[:, :, None]) * near
     mask = (distances < cutoffs) * (1 - torch.eye(true.shape[1])) * coords_mask[:, :, None] * coords_mask[:, None]
-    difference = (distances - torch.cdist(predicted, predicted)).abs()
+    between = predicted[:, :, None] - predicted[:, None] + 1e-6
+    difference = (distances - between.square().sum(-1).sqrt()).abs()
     near_ones = sum(torch.sigmoid(x - difference) for x in (0.5, 1.0, 2.0, 4.0)) / 4
     return 1 - ((near_ones * mask).sum((1, 2)) / mask.sum((1, 2))).mean()
 
@@ -249,6 +265,23 @@ def test_other_losses_are_left_to_the_client() -> None:
 def test_a_second_derivative_of_the_loss_is_an_error() -> None:
     predicted, rest = labelled()
     loss = losses.by_copy(of_the_client, Count())(predicted, *rest)
-    (gradient,) = torch.autograd.grad(loss, predicted, create_graph=True)
-    with pytest.raises(RuntimeError):
+    (gradient,) = torch.autograd.grad(loss + predicted.pow(3).sum(), predicted, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(gradient.square().sum(), predicted)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_a_loss_computes_it_twice(reentrant: bool) -> None:
+    copies: list[int] = []
+
+    def counted(predicted: Tensor, *rest: Any) -> Tensor:
+        copies.append(len(predicted))
+        return of_the_client(predicted, *rest)
+
+    predicted, rest = labelled()
+    loss = losses.by_copy(counted, Count())
+    checkpoint(lambda x: loss(x.sin(), *rest), predicted, use_reentrant=reentrant).backward()
+    found = predicted.grad
+    (right,) = torch.autograd.grad(of_the_client(predicted.sin(), *rest), predicted)
+    torch.testing.assert_close(found, right)
+    assert copies == ([6] if reentrant else [1] * 6) + [1] * 6

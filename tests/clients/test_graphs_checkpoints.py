@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from evoattn.clients import graphs
 from evoattn.clients.graphs import FIRST
 from evoattn.clients.graphs.steps import AGAIN
+from evoattn.clients.site import Count
+from evoattn.core import guards
 from tests.clients.recording import draw
 from tests.clients.test_graphs_gradients import Trained
+from tests.helpers.recorders import Traced
 
 saved = functools.partial(checkpoint, use_reentrant=False)
 
@@ -77,17 +81,116 @@ def test_several_blocks_in_one_checkpoint() -> None:
     assert trunk.count.replaced == 4 * 4 - 3
 
 
-def test_a_checkpoint_inside_a_checkpoint() -> None:
-    trunk, expected = Trained(2), Trained(2)
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_checkpoints_inside_a_checkpoint(blocks: int, early: bool) -> None:
+    """The outer one has a second pass, in which each inner one begins anew."""
+    trunk, expected = Trained(blocks), Trained(blocks)
+    with set_checkpoint_early_stop(early):
+        for seed in range(4):
+            found = []
+            for of, way in ((trunk, saved), (expected, lambda run, *args: run(*args))):
+
+                def run(x: Tensor, of: Trained = of, way: Callable[..., Tensor] = way) -> Tensor:
+                    for block in of.blocks:
+                        x = way(block if of is trunk else block.original, x.sin(), of.mask).cos()
+                    return x
+
+                torch.manual_seed(seed)
+                x = draw(seed).requires_grad_()
+                weights = [p for block in of.blocks for p in block.parameters()]
+                found.append(torch.autograd.grad(way(run, x).square().sum(), [x, *weights], allow_unused=True))
+            for a, b in zip(*found, strict=True):
+                assert (a is None and b is None) or torch.equal(a, b)
+    assert trunk.count.replaced > 0
+
+
+def test_gradients_that_are_taken_inside_a_checkpoint() -> None:
+    trunk, expected, found = Trained(2), Trained(2), []
     for seed in range(4):
+        trunk.step(seed, saved)
+    for of, way in ((trunk, saved), (expected, lambda run, x: run(x))):
+        first, second = (block if of is trunk else block.original for block in of.blocks)
+
+        def run(x: Tensor, of: Trained = of, first: Any = first, second: Any = second) -> Tensor:
+            y = first(x.sin(), of.mask).cos()
+            (inner,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+            z: Tensor = second(y + inner, of.mask).cos()
+            return z
+
+        torch.manual_seed(0)
+        x = draw(1).requires_grad_()
+        found += torch.autograd.grad(way(run, x).sum(), x)
+    assert torch.equal(*found)
+
+
+class Outer(torch.nn.Module):
+    """A block whose calls are recorded, with one inside whose calls are."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.block, self.linear = block, torch.nn.Linear(4, 4)
+
+    def original(self, x: Tensor, mask: Tensor) -> Tensor:
+        y: Tensor = self.linear(self.block(x, mask))
+        return y
+
+    forward = original
+
+
+def test_a_frozen_block_that_is_recorded_beside_one_that_is_trained() -> None:
+    trunk, other = Trained(1), Trained(1)
+    for seed in range(4):
+        trunk.step(seed, saved)
+    outer = type("Outer", (Outer,), {"forward": graphs.step(Outer.original, Count(), Traced(), shared=True)})
+    torch.manual_seed(0)
+    frozen = outer(trunk.kind().eval()).requires_grad_(False)
+    for seed in range(5):
         found = []
-        for of, way in ((trunk, saved), (expected, lambda run, *args: run(*args))):
-            blocks = [block if of is trunk else functools.partial(type(block).original, block) for block in of.blocks]
+        for of, way in ((trunk, saved), (other, lambda run, x: run(x))):
+            module, block = (frozen, of.blocks[0]) if of is trunk else (frozen.original, of.blocks[0].original)
+
+            def run(x: Tensor, of: Trained = of, module: Any = module, block: Any = block) -> Tensor:
+                y: Tensor = (block(x.sin(), of.mask).cos() + module(x.detach(), of.mask)).cos()
+                return block(y, of.mask).cos()  # type: ignore[no-any-return]
+
             torch.manual_seed(seed)
             x = draw(seed).requires_grad_()
-            y = way(lambda x, way=way, blocks=blocks, of=of: way(blocks[1], way(blocks[0], x.sin(), of.mask).cos(), of.mask), x)
-            found.append(torch.autograd.grad(y.square().sum(), x))
-        assert torch.equal(found[0][0], found[1][0])
+            found += torch.autograd.grad(way(run, x).square().sum(), x)
+        assert torch.equal(*found)
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    trunk = Trained(1)
+    for seed in range(4):
+        trunk.step(seed, saved)
+    x = draw(1).requires_grad_()
+    y = saved(trunk.blocks[0], x, trunk.mask)
+    (gradient,) = torch.autograd.grad(y.sum() + x.pow(3).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(gradient.sum(), x)
+
+
+def test_a_torch_with_other_names_replays_no_such_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Renamed:
+        def __init__(self, target_frame_ref: Any, group: Any) -> None:
+            def pack_hook(_: Any) -> Any:
+                return target_frame_ref, group
+
+            self.hook = pack_hook
+
+    guards.forget_torch()
+    monkeypatch.setattr("torch.utils.checkpoint._recomputation_hook", Renamed)
+    assert not guards._shows_checkpoints()
+    monkeypatch.undo()
+    monkeypatch.setattr(guards, "_shows_checkpoints", lambda: False)
+    trunk = Trained(2)
+    for seed in range(4):
+        trunk.step(seed, saved)
+    assert set(trunk.count.passed_on) == {"a gradient may be wanted"}
+    monkeypatch.undo()
+    guards.forget_torch()
+    assert guards._shows_checkpoints()
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradients_twice() -> None:
@@ -127,30 +230,23 @@ def test_an_input_that_is_written_to_raises_as_torch_does() -> None:
         y.backward()
 
 
-def hooks_inside(block: Any, x: Tensor, mask: Tensor) -> Tensor:
-    """Hooks of somebody else, inside the checkpoint."""
+@pytest.mark.parametrize("around", [saved, lambda run, x: run(x)])
+def test_hooks_inside_a_checkpoint_see_what_the_original_saves(around: Callable[..., Tensor]) -> None:
+    """Also those of another checkpoint than torch's."""
+    trunk, seen = Trained(3), list[Tensor]()
 
-    def run(x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
-            y: Tensor = block(x, mask)
-        return y
+    def way(block: Any, x: Tensor, mask: Tensor) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x.detach(), lambda x: x):
+                y: Tensor = block(x, mask)
+            return y
 
-    return run(x) if not torch.is_grad_enabled() else saved(run, x)  # type: ignore[no-any-return]
+        return around(run, x)
 
-
-def of_another_kind(block: Any, x: Tensor, mask: Tensor) -> Tensor:
-    """A checkpoint whose hooks are not those of torch's."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        y: Tensor = block(x, mask)
-    return y
-
-
-@pytest.mark.parametrize("way", [hooks_inside, of_another_kind])
-def test_other_hooks_see_what_the_original_saves(way: Callable[..., Tensor]) -> None:
-    trunk = Trained(3)
     for seed in range(4):
         trunk.step(seed, way)
     assert set(trunk.count.passed_on) == {"a gradient may be wanted"} and not trunk.recorder.recorded
+    assert len(seen) >= 4 * 3 * 6, "several tensors of each block"
 
 
 def test_a_recording_that_is_dropped_between_both_passes() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from evoattn.cli import main, run
 from evoattn.clients import parent, running
-from evoattn.clients.registry import NAMES
+from evoattn.clients.registry import NAMES, client
 from tests.clients.program import TOY, Program
 
 
@@ -230,6 +230,7 @@ def test_commands_that_cannot_be_started(
     pathlib.Path("text").write_text("")
     pathlib.Path("folder").mkdir()
     pathlib.Path("link").symlink_to("/gone")
+    missing = next(name for name in NAMES if client(name).installed is None)
     for command, words in (
         ([], "PROGRAM is missing"),
         (["no_such_command"], "no command 'no_such_command'"),
@@ -242,7 +243,7 @@ def test_commands_that_cannot_be_started(
         (["./lost"], "./lost cannot be started: the interpreter that it names does not exist"),
         (["./bare"], "it is no program for this machine, and no first line '#!' names one that runs it: evoattn run sh ./bare"),
         (["./other"], "runs with /somewhere/else/bin/python3"),
-        (["--patch", "boltz", "python"], "boltz is not installed here"),
+        (["--patch", missing, "python"], f"{missing} is not installed here"),
         (["--patch", "nothing", "python"], "invalid choice: 'nothing'"),
     ):
         assert main(["run", *command]) == 2, command

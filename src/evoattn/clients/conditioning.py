@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from evoattn.clients.site import Count
 from evoattn.core.own_code import torchs
-from evoattn.nn.submodules import has_hooks, is_linear, is_norm
+from evoattn.nn.submodules import has_hooks, has_own_call, is_linear, is_norm
 
 _SEQUENTIAL = torchs(nn.Sequential, "forward")
 
@@ -24,13 +24,12 @@ def joined(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
     """A `DiffusionConditioning.forward`. The original computes if somebody has to see a module called, or has changed one."""
 
     def forward(self: Any, s_trunk: Tensor, z_trunk: Tensor, relative_position_encoding: Tensor, feats: Any) -> Any:
-        of_atoms, of_tokens = [*self.atom_enc_proj_z, *self.atom_dec_proj_z], list(self.token_trans_proj_z)
-        if torch.compiler.is_compiling() or not _can_join(of_atoms) or not _can_join(of_tokens):
+        lists = [list(x) for x in (self.atom_enc_proj_z, self.atom_dec_proj_z, self.token_trans_proj_z)]
+        if torch.compiler.is_compiling() or not all(map(_can_join, lists)):
             return original(self, s_trunk, z_trunk, relative_position_encoding, feats)
         z = self.pairwise_conditioner(z_trunk, relative_position_encoding)
         q, c, p, to_keys = self.atom_encoder(feats=feats, s_trunk=s_trunk, z=z)
-        heads = [sum(linear.out_features for _, linear in x) for x in (self.atom_enc_proj_z, self.atom_dec_proj_z)]
-        return q, c, to_keys, *_projected(of_atoms, p).split(heads, -1), _projected(of_tokens, z)
+        return q, c, to_keys, *(_projected(layers, x) for layers, x in zip(lists, (p, p, z), strict=True))
 
     return forward
 
@@ -45,7 +44,7 @@ def _can_join(layers: list[Any]) -> bool:
 def _is_plain(layer: Any) -> bool:
     if type(layer) is not nn.Sequential or nn.Sequential.forward is not _SEQUENTIAL or len(layer) != 2:
         return False
-    if has_hooks(layer) or "forward" in vars(layer) or not is_norm(layer[0]) or not is_linear(layer[1]):
+    if has_hooks(layer) or has_own_call(layer) or not is_norm(layer[0]) or not is_linear(layer[1]):
         return False
     return layer[0].weight is not None and layer[0].bias is not None and layer[1].bias is None
 
@@ -57,10 +56,8 @@ def _projected(layers: list[Any], x: Tensor) -> Tensor:
     """
     norms, linears = zip(*layers, strict=True)
     normed = F.layer_norm(x, norms[0].normalized_shape, eps=norms[0].eps)
-    with torch.autocast(x.device.type, enabled=False):
-        weight = torch.cat([linear.weight for linear in linears])
-        wide, repeats = torch.promote_types(weight.dtype, torch.float32), linears[0].out_features
-        scale, shift = (torch.stack([getattr(norm, name) for norm in norms]).to(wide) for name in ("weight", "bias"))
-        scaled = (weight * scale.repeat_interleave(repeats, 0)).to(weight.dtype)
-        bias = (weight * shift.repeat_interleave(repeats, 0)).sum(-1).to(weight.dtype)
-    return F.linear(normed, scaled, bias)
+    weight = torch.cat([linear.weight for linear in linears])
+    wide, repeats = torch.promote_types(weight.dtype, torch.float32), linears[0].out_features
+    scale, shift = (torch.stack([getattr(norm, name) for norm in norms]).to(wide) for name in ("weight", "bias"))
+    bias = (weight * shift.repeat_interleave(repeats, 0)).sum(-1)
+    return F.linear(normed, (weight * scale.repeat_interleave(repeats, 0)).to(weight.dtype), bias.to(weight.dtype))

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from evoattn.clients.site import Count
+from evoattn.core import guards
 from evoattn.dispatch.autograd import once_differentiable
 
 
 def by_copy(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
     """A `smooth_lddt_loss` that takes the gradient of each copy at once, by the client's own function.
 
-    The original computes what has no gradient or another one than that of the prediction, and what torch traces. The gradient
-    of the gradient is an error, as torch says it.
+    The original computes what has no gradient or another one than that of the prediction, and what torch traces or transforms.
+    The gradient of the gradient is an error.
     """
 
     def smooth_lddt_loss(
@@ -48,13 +49,11 @@ def by_copy(original: Callable[..., Tensor], count: Count) -> Callable[..., Tens
 
 def _has_copies(predicted: Tensor, true: Tensor, is_nucleotide: Tensor, mask: Any, multiplicity: int) -> bool:
     """Return whether a loss has a gradient for the prediction `[copies, atoms, 3]` alone, of more than one copy."""
-    if not torch.is_grad_enabled() or not predicted.requires_grad or not isinstance(mask, Tensor):
+    if not guards.only_computes() or not torch.is_grad_enabled() or not predicted.requires_grad or not isinstance(mask, Tensor):
         return False
     if any(x.requires_grad for x in (true, is_nucleotide, mask)) or predicted.shape != true.shape or len(predicted) < 2:
         return False
-    if not len(is_nucleotide) == len(mask) == len(predicted) / multiplicity:
-        return False
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None
+    return len(is_nucleotide) == len(mask) == len(predicted) / multiplicity
 
 
 class _Mean(torch.autograd.Function):
@@ -64,17 +63,18 @@ class _Mean(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, loss: Callable[[Tensor, int], Tensor]) -> Tensor:
         losses: list[Tensor] = []
         gradients: list[Tensor] = []
-        for i in range(len(x)):
-            with torch.enable_grad():
-                copy = x[i : i + 1].detach().requires_grad_()
-                of_copy = loss(copy, i)
-            gradients += torch.autograd.grad(of_copy, copy)
-            losses.append(of_copy.detach())
-        ctx.save_for_backward(torch.cat(gradients) / len(x))
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):  # not those of a checkpoint around it
+            for i in range(len(x)):
+                with torch.enable_grad():
+                    copy = x[i : i + 1].detach().requires_grad_()
+                    of_copy = loss(copy, i)
+                gradients += torch.autograd.grad(of_copy, copy)
+                losses.append(of_copy.detach())
+        ctx.save_for_backward(x, torch.cat(gradients) / len(x))  # a second derivative would be one of x
         return torch.stack(losses).mean()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (of_x,) = ctx.saved_tensors
+        _, of_x = ctx.saved_tensors
         return of_x * gradient, None

@@ -86,7 +86,7 @@ def may_skip(module: nn.Module, kind: Any) -> bool:
 
     `kind` is the class that the layer made it of. Its attribute `own_forward` is the forward that the layer stands in for.
     """
-    if kind.forward is not kind.own_forward or type(module) is not kind or _has_own_call(module):
+    if kind.forward is not kind.own_forward or type(module) is not kind or has_own_call(module):
         return False
     return not has_hooks(module) and not has_global_hooks()
 
@@ -96,7 +96,7 @@ def _is_plain(module: nn.Module, forward: Any, known: frozenset[str]) -> bool:
     own = type(module)
     if own.forward is not forward and not _is_known(own, known):
         return False
-    if _has_own_call(module) or has_hooks(module) or has_global_hooks() or _has_function_modes():
+    if has_own_call(module) or has_hooks(module) or has_global_hooks() or _has_function_modes():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
         return False  # torch.func and torch.jit take no autograd function of Python
@@ -114,7 +114,7 @@ def _is_plain_weight(module: nn.Module, name: str) -> bool:
     return weight in _TENSORS or (issubclass(weight, Tensor) and _is_ordinary(weight))
 
 
-def _has_own_call(module: nn.Module) -> bool:
+def has_own_call(module: nn.Module) -> bool:
     """Return whether a call of a module runs something else than the forward of its class: a method on the module itself, or
     on its class in the place of torch's `__call__`, or compiled code.
     """

@@ -1,8 +1,8 @@
 """Calls inside a checkpoint that is not reentrant, whose second pass has to save what its first pass saved.
 
 The checkpoint counts what autograd saves in the first pass, and keeps none of it. In the backward it runs its function again up
-to the last tensor that it counted. A replay is hidden from it: its backward computes the forward again by itself. If other
-operators in the checkpoint need a second pass, each call there does what it did in the first.
+to the last tensor that it counted. A replay is hidden from it, keeps its own inputs, and computes its forward again before its
+backward. If other operators in the checkpoint need a second pass, each call there does what it did in the first.
 """
 
 from __future__ import annotations
@@ -71,11 +71,17 @@ def note() -> Note | None:
 
 @contextlib.contextmanager
 def hidden() -> Iterator[None]:
-    """Hide from the innermost checkpoint what autograd saves. Hooks around the checkpoint see it."""
+    """Hide what autograd saves from the innermost checkpoint and from those right around it. Other hooks around them see it.
+
+    An outer checkpoint has a second pass, in which the inner one has a new first pass, which may do something else.
+    """
     internals = torch._C._autograd
-    hooks = internals._top_saved_tensors_default_hooks(True)
-    internals._pop_saved_tensors_default_hooks()
+    hooks = []
+    while guards.checkpoint() is not None:
+        hooks.append(internals._top_saved_tensors_default_hooks(True))
+        internals._pop_saved_tensors_default_hooks()
     try:
         yield
     finally:
-        internals._push_saved_tensors_default_hooks(*hooks)
+        for pair in reversed(hooks):
+            internals._push_saved_tensors_default_hooks(*pair)

@@ -1,8 +1,8 @@
 """Recordings of calls that autograd differentiates: a graph of the forward, and one of the backward.
 
-The backward reads what the forward left in memory that all such recordings share. So only calls in a checkpoint are recorded,
-of whose forward no more than the inputs is kept. A reentrant one computes the call again, and its backward follows at once.
-In others another forward comes between, and the forward is replayed once more before the backward.
+The backward reads what the forward left in memory that all such recordings share. Only calls inside a checkpoint are recorded:
+it keeps nothing of their forward but the inputs. A reentrant one computes the call again, and its backward follows at once. In
+others the backward of most calls comes after the forward of the next one, and begins with a replay of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from evoattn.clients.graphs.call_kinds import Call, CallKind, check_result
 from evoattn.clients.graphs.modules import Seen
@@ -24,6 +23,7 @@ from evoattn.clients.graphs.trees import NotCaptured, Spec, copied, copies, flat
 from evoattn.clients.graphs.twins import Twin
 from evoattn.clients.site import Count, taped
 from evoattn.core import keeping
+from evoattn.dispatch.autograd import once_differentiable
 
 _NEAR = 1e-2
 """The largest relative difference, by the L2 norm, of a gradient of a replay. Kernels that add in no fixed order differ by

@@ -187,7 +187,7 @@ class Steps:
             if known is not None and kind is not None and not why:
                 stands = kind.stands_for(call.tensors, run)
                 if stands and kind.checked:
-                    with contextlib.nullcontext() if note is None else checkpoints.hidden():
+                    with checkpoints.hidden():
                         result = kind.replay(call.tensors, known.seen, run)
                     if note is not None:
                         note.way = checkpoints.REPLAYED
@@ -205,7 +205,7 @@ class Steps:
 
     def _again(self, note: checkpoints.Note, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a call in the second pass of a checkpoint as in its first, by the original."""
-        self._count.count_passed_on(AGAIN)
+        self._count.count_passed_on(self._obstacle(module) or AGAIN)
         hidden = checkpoints.hidden() if note.way == checkpoints.REPLAYED else contextlib.nullcontext()
         with hidden, contextlib.nullcontext() if note.way == checkpoints.PLAIN else self._repeated():
             return self._original(module, *args, **kwargs)
@@ -285,7 +285,8 @@ class Steps:
             known.kinds.recorded += 1
             twins = known.kinds.twins if self._shared else None
             options = {"only_reads": self._is_whole, "looks": kind.proof not in known.kinds.proven}
-            kind.record(self._recorder, self._original, module, known.seen, call, twins, run, **options)
+            with checkpoints.hidden():
+                kind.record(self._recorder, self._original, module, known.seen, call, twins, run, **options)
             if kind.failed:
                 known.kinds.proven.discard(kind.proof)
             self._drop_oldest()
@@ -314,7 +315,8 @@ class Steps:
         try:
             if not all(map(same_bits, before, call.tensors)):  # written to where torch counts no versions
                 raise NotCaptured("it changes its arguments")
-            kind.try_out(recorder, self._original, known.seen, call, result, undrawn, seconds, run)
+            with checkpoints.hidden():
+                kind.try_out(recorder, self._original, known.seen, call, result, undrawn, seconds, run)
         except Exception as error:  # there may be no memory for another result: the caller has one already
             kind.refuse(error)
         finally:

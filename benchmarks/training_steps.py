@@ -34,6 +34,9 @@ Step = tuple[dict[str, Tensor], dict[str, float]]
 """Results of a step, and its milliseconds by stage."""
 
 ROWS = 1024
+_RECORDING = 3
+"""Steps after the first until a part that is called once in a step is replayed."""
+
 CLIP = 10.0
 """The largest norm of a gradient, in all programs."""
 
@@ -60,10 +63,12 @@ class Training:
             optimizer.zero_grad()
 
     def timed(self, way: Way, step: Callable[[], Step]) -> tuple[Case, dict[str, Tensor]]:
-        """Measure steps in one way, and return the results of the first, which compiles."""
+        """Measure steps in one way, and return the results of the first, which compiles. Patched, the next ones record."""
         numbers: Case = {}
         with used(way, self.trained.program, self.model):
             outputs, _ = step()
+            for _ in range(0 if way.patch is None else _RECORDING):
+                step()
             with peak(self.device, numbers):
                 times = [step()[1] for _ in range(self.steps)]
         numbers["ms"] = round(statistics.median(sum(x.values()) for x in times), 2)

@@ -45,7 +45,7 @@ _COLOURS = dict(zip(SHOWN, ("#9AA0A6", "#E69F00", plots.EVOATTN, "#8EC3E6"), str
 
 _INTRODUCTION = (
     "A whole prediction with full depth, random weights, 3 recycles, 200 steps and one sample, s / peak GiB, start-up left "
-    "out. Each cell is from the newest record of that card: the programs as installed ran on other days and hosts than "
+    "out. Each cell is from the newest record of that card: most programs as installed ran on other days and hosts than "
     "evoattn ([stage by stage](docs/clients/speed.md#whole-predictions)):"
 )
 
@@ -117,7 +117,7 @@ def draw(rows: list[Row]) -> Figure:
     """A group of bars for each program and length."""
     count = sum(len(SHOWN.keys() & row.cases.keys()) for row in rows)
     title = "Seconds of one prediction, start-up left out"
-    about = "without an alignment, random weights, 3 recycles, 200 steps; as installed on other days than evoattn"
+    about = "without an alignment, random weights, 3 recycles, 200 steps; most as installed on other days"
     figure = plots.new_figure(7.2, 1.1 + 0.2 * (count + 0.7 * len(rows)), title, about)
     axes, ticks, place = figure.subplots(), [], 0.0
     for row in rows:

@@ -22,7 +22,7 @@ from prediction_ways import Case, Way, line, used
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from training_programs import attribute
-from training_steps import Training, main
+from training_steps import Training, main, warmed_up
 
 from evoattn.bench import machine
 
@@ -123,7 +123,7 @@ def measure(training: Training, way: Way, features: Mapping[str, Any]) -> tuple[
     """The parts of a step, which are compared by their losses."""
     optimizer = training.trained.optimizer(training.model)
     with used(way, training.trained.program, training.model):
-        outputs, _ = training.step(features, optimizer)  # which compiles
+        outputs = warmed_up(way, lambda: training.step(features, optimizer))
         runs = [_timed(training, features, optimizer) for _ in range(training.steps)]
         busy = _busy(training, features, optimizer)
     optimizer.zero_grad()

@@ -34,11 +34,11 @@ Step = tuple[dict[str, Tensor], dict[str, float]]
 """Results of a step, and its milliseconds by stage."""
 
 ROWS = 1024
-_RECORDING = 3
-"""Steps after the first until a part that is called once in a step is replayed."""
-
 CLIP = 10.0
 """The largest norm of a gradient, in all programs."""
+
+_RECORDING = 3
+"""Steps after the first until a part that is called once in a step is replayed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +63,10 @@ class Training:
             optimizer.zero_grad()
 
     def timed(self, way: Way, step: Callable[[], Step]) -> tuple[Case, dict[str, Tensor]]:
-        """Measure steps in one way, and return the results of the first, which compiles. Patched, the next ones record."""
+        """Measure steps in one way, and return the results of the first."""
         numbers: Case = {}
         with used(way, self.trained.program, self.model):
-            outputs, _ = step()
-            for _ in range(0 if way.patch is None else _RECORDING):
-                step()
+            outputs = warmed_up(way, step)
             with peak(self.device, numbers):
                 times = [step()[1] for _ in range(self.steps)]
         numbers["ms"] = round(statistics.median(sum(x.values()) for x in times), 2)
@@ -108,6 +106,14 @@ class Training:
         yield
         machine.synchronize(self.device)
         times[stage] = 1e3 * (time.perf_counter() - start)
+
+
+def warmed_up(way: Way, step: Callable[[], Step]) -> dict[str, Tensor]:
+    """The results of the first step, which compiles. If the program is patched, the next ones record, and are run too."""
+    outputs, _ = step()
+    for _ in range(0 if way.patch is None else _RECORDING):
+        step()
+    return outputs
 
 
 Measure = Callable[[Training, Way, Mapping[str, Any]], tuple[Case, dict[str, Tensor]]]

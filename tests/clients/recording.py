@@ -1,12 +1,16 @@
 """Modules whose steps are recorded by a recorder that needs no GPU."""
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from evoattn.clients import graphs
+from evoattn.clients.graphs import gradients
 from evoattn.clients.site import Count
 from tests.helpers.recorders import Traced
 
@@ -118,3 +122,54 @@ class Trunk:
             for block in self.blocks:
                 actual = block(actual, self.mask)
         assert torch.equal(actual, expected) and torch.equal(torch.get_rng_state(), after)
+
+
+saved = functools.partial(checkpoint, use_reentrant=True)
+
+
+class Trained(Trunk):
+    """A trunk in training mode, and a copy of it that is computed as it was."""
+
+    def __init__(self, blocks: int = 6) -> None:
+        super().__init__(blocks)
+        self.twin = [copy.deepcopy(block).train() for block in self.blocks]
+        for block in self.blocks:
+            block.train()
+
+    def step(self, seed: int, run: Callable[..., Tensor] = saved, length: int = 3) -> None:
+        """The gradients of both are the same, and both leave the same random numbers."""
+        mask = torch.ones(length, 1)
+        found = []
+        for blocks, way in ((self.blocks, run), (self.twin, lambda block, *args: block.original(*args))):
+            torch.manual_seed(seed)
+            x = draw(seed, length, 4).requires_grad_()
+            y = x
+            for block in blocks:
+                y = way(block, y, mask)
+            (y * draw(seed + 1, length, 4)).sum().backward()
+            weights = [p for block in blocks for p in block.parameters()]
+            found.append([y.detach(), x.grad, *(p.grad for p in weights), torch.get_rng_state()])
+            for p in weights:
+                p.grad = None
+        for a, b in zip(*found, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+
+    def settled(self) -> gradients.GradientKind:
+        """The kind of calls that autograd sees, after three steps."""
+        for seed in range(3):
+            self.step(seed)
+        [kind] = [x for kinds in self.steps._kinds.values() for x in kinds.values() if isinstance(x, gradients.GradientKind)]
+        assert kind.checked
+        return kind
+
+    def replayed(self, kind: gradients.GradientKind, x: Tensor) -> Tensor:
+        """A replay for the first block, outside of a checkpoint."""
+        return kind.replay([x, self.mask], self.steps._known[self.blocks[0]].seen, None)  # type: ignore[no-any-return]
+
+    def update(self, scale: float) -> None:
+        """Change all weights, as an optimizer does."""
+        with torch.no_grad():
+            for blocks in (self.blocks, self.twin):
+                for block in blocks:
+                    for weight in block.parameters():
+                        weight.mul_(scale)

@@ -13,15 +13,21 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from evoattn.clients import graphs
-from evoattn.clients.graphs import FIRST
+from evoattn.clients.graphs import FIRST, checkpoints
 from evoattn.clients.graphs.steps import AGAIN
 from evoattn.clients.site import Count
-from evoattn.core import guards
-from tests.clients.recording import draw
-from tests.clients.test_graphs_gradients import Trained
+from tests.clients.recording import Trained, draw
 from tests.helpers.recorders import Traced
 
 saved = functools.partial(checkpoint, use_reentrant=False)
+
+
+def settled(blocks: int) -> Trained:
+    """A trunk whose blocks are replayed by now."""
+    trunk = Trained(blocks)
+    for seed in range(4):
+        trunk.step(seed, saved)
+    return trunk
 
 
 def surrounded(block: Any, x: Tensor, mask: Tensor) -> Tensor:
@@ -30,9 +36,20 @@ def surrounded(block: Any, x: Tensor, mask: Tensor) -> Tensor:
     return y
 
 
-def original(block: Any, x: Tensor, mask: Tensor) -> Tensor:
-    y: Tensor = block.original(x.sin(), mask).cos() * x
-    return y
+def agree(trunk: Trained, seed: int, run: Callable[..., Tensor]) -> None:
+    """A function of x has the gradients of the original blocks. It gets what calls a block, and what a checkpoint is."""
+    weights = [p for block in trunk.blocks for p in block.parameters()]
+    found = []
+    for call, around in (
+        (lambda block, x: block(x, trunk.mask), saved),
+        (lambda block, x: block.original(x, trunk.mask), lambda run, *args: run(*args)),
+    ):
+        torch.manual_seed(seed)
+        x = draw(seed).requires_grad_()
+        y = run(x, call, around)
+        found.append([y.detach(), *torch.autograd.grad(y.square().sum(), [x, *weights], allow_unused=True)])
+    for a, b in zip(*found, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
 
 
 def test_steps_of_a_trunk_have_the_gradients_of_the_originals() -> None:
@@ -47,37 +64,27 @@ def test_steps_of_a_trunk_have_the_gradients_of_the_originals() -> None:
 
 @pytest.mark.parametrize("early", [False, True])
 def test_operators_around_a_block_are_computed_again(early: bool) -> None:
-    trunk, twin = Trained(), Trained()
+    trunk = Trained()
+
+    def run(x: Tensor, call: Any, around: Any) -> Tensor:
+        for block in trunk.blocks:
+            x = around(lambda x, block=block: call(block, x.sin()).cos() * x, x)
+        return x
+
     with set_checkpoint_early_stop(early):
         for seed in range(4):
-            found = []
-            for of, way in ((trunk, surrounded), (twin, original)):
-                torch.manual_seed(seed)
-                x = y = draw(seed).requires_grad_()
-                for block in of.blocks:
-                    y = way(block, y, of.mask)
-                weights = [p for block in of.blocks for p in block.parameters()]
-                found.append([y, *torch.autograd.grad(y.square().sum(), [x, *weights], allow_unused=True)])
-            for a, b in zip(*found, strict=True):
-                assert (a is None and b is None) or torch.equal(a, b)
+            agree(trunk, seed, run)
     assert trunk.count.replaced == 4 * 6 - 3 and trunk.count.passed_on == {FIRST: 3, AGAIN: 4 * 6}
 
 
 def test_several_blocks_in_one_checkpoint() -> None:
-    trunk, expected = Trained(4), Trained(4)
+    trunk = Trained(4)
+
+    def run(x: Tensor, call: Any, around: Any) -> Any:
+        return around(lambda x: functools.reduce(lambda y, block: call(block, y), trunk.blocks, x), x)
+
     for seed in range(4):
-        found = []
-        for of, way in ((trunk, saved), (expected, lambda run, x: run(x))):
-
-            def run(x: Tensor, of: Trained = of) -> Tensor:
-                for block in of.blocks:
-                    x = (block if of is trunk else block.original)(x, of.mask)
-                return x
-
-            torch.manual_seed(seed)
-            x = draw(seed).requires_grad_()
-            found.append(torch.autograd.grad(way(run, x).square().sum(), x))
-        assert torch.equal(found[0][0], found[1][0])
+        agree(trunk, seed, run)
     assert trunk.count.replaced == 4 * 4 - 3
 
 
@@ -85,43 +92,36 @@ def test_several_blocks_in_one_checkpoint() -> None:
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_checkpoints_inside_a_checkpoint(blocks: int, early: bool) -> None:
     """The outer one has a second pass, in which each inner one begins anew."""
-    trunk, expected = Trained(blocks), Trained(blocks)
+    trunk = Trained(blocks)
+
+    def run(x: Tensor, call: Any, around: Any) -> Any:
+        def every(x: Tensor) -> Tensor:
+            for block in trunk.blocks:
+                x = around(functools.partial(call, block), x.sin()).cos()
+            return x
+
+        return around(every, x)
+
     with set_checkpoint_early_stop(early):
         for seed in range(4):
-            found = []
-            for of, way in ((trunk, saved), (expected, lambda run, *args: run(*args))):
-
-                def run(x: Tensor, of: Trained = of, way: Callable[..., Tensor] = way) -> Tensor:
-                    for block in of.blocks:
-                        x = way(block if of is trunk else block.original, x.sin(), of.mask).cos()
-                    return x
-
-                torch.manual_seed(seed)
-                x = draw(seed).requires_grad_()
-                weights = [p for block in of.blocks for p in block.parameters()]
-                found.append(torch.autograd.grad(way(run, x).square().sum(), [x, *weights], allow_unused=True))
-            for a, b in zip(*found, strict=True):
-                assert (a is None and b is None) or torch.equal(a, b)
+            agree(trunk, seed, run)
     assert trunk.count.replaced > 0
 
 
 def test_gradients_that_are_taken_inside_a_checkpoint() -> None:
-    trunk, expected, found = Trained(2), Trained(2), []
-    for seed in range(4):
-        trunk.step(seed, saved)
-    for of, way in ((trunk, saved), (expected, lambda run, x: run(x))):
-        first, second = (block if of is trunk else block.original for block in of.blocks)
+    trunk = settled(2)
+    first, second = trunk.blocks
 
-        def run(x: Tensor, of: Trained = of, first: Any = first, second: Any = second) -> Tensor:
-            y = first(x.sin(), of.mask).cos()
+    def run(x: Tensor, call: Any, around: Any) -> Any:
+        def both(x: Tensor) -> Tensor:
+            y = call(first, x.sin()).cos()
             (inner,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-            z: Tensor = second(y + inner, of.mask).cos()
+            z: Tensor = call(second, y + inner).cos()
             return z
 
-        torch.manual_seed(0)
-        x = draw(1).requires_grad_()
-        found += torch.autograd.grad(way(run, x).sum(), x)
-    assert torch.equal(*found)
+        return around(both, x)
+
+    agree(trunk, 0, run)
 
 
 class Outer(torch.nn.Module):
@@ -139,31 +139,20 @@ class Outer(torch.nn.Module):
 
 
 def test_a_frozen_block_that_is_recorded_beside_one_that_is_trained() -> None:
-    trunk, other = Trained(1), Trained(1)
-    for seed in range(4):
-        trunk.step(seed, saved)
+    trunk = settled(1)
     outer = type("Outer", (Outer,), {"forward": graphs.step(Outer.original, Count(), Traced(), shared=True)})
     torch.manual_seed(0)
-    frozen = outer(trunk.kind().eval()).requires_grad_(False)
+    frozen, block = outer(trunk.kind().eval()).requires_grad_(False), trunk.blocks[0]
+
+    def run(x: Tensor, call: Any, around: Any) -> Any:
+        return around(lambda x: call(block, (call(block, x.sin()).cos() + call(frozen, x.detach())).cos()).cos(), x)
+
     for seed in range(5):
-        found = []
-        for of, way in ((trunk, saved), (other, lambda run, x: run(x))):
-            module, block = (frozen, of.blocks[0]) if of is trunk else (frozen.original, of.blocks[0].original)
-
-            def run(x: Tensor, of: Trained = of, module: Any = module, block: Any = block) -> Tensor:
-                y: Tensor = (block(x.sin(), of.mask).cos() + module(x.detach(), of.mask)).cos()
-                return block(y, of.mask).cos()  # type: ignore[no-any-return]
-
-            torch.manual_seed(seed)
-            x = draw(seed).requires_grad_()
-            found += torch.autograd.grad(way(run, x).square().sum(), x)
-        assert torch.equal(*found)
+        agree(trunk, seed, run)
 
 
 def test_a_second_derivative_is_an_error() -> None:
-    trunk = Trained(1)
-    for seed in range(4):
-        trunk.step(seed, saved)
+    trunk = settled(1)
     x = draw(1).requires_grad_()
     y = saved(trunk.blocks[0], x, trunk.mask)
     (gradient,) = torch.autograd.grad(y.sum() + x.pow(3).sum(), x, create_graph=True)
@@ -179,24 +168,20 @@ def test_a_torch_with_other_names_replays_no_such_block(monkeypatch: pytest.Monk
 
             self.hook = pack_hook
 
-    guards.forget_torch()
+    checkpoints.shows_checkpoints.cache_clear()
     monkeypatch.setattr("torch.utils.checkpoint._recomputation_hook", Renamed)
-    assert not guards._shows_checkpoints()
+    assert not checkpoints.shows_checkpoints()
     monkeypatch.undo()
-    monkeypatch.setattr(guards, "_shows_checkpoints", lambda: False)
-    trunk = Trained(2)
-    for seed in range(4):
-        trunk.step(seed, saved)
+    monkeypatch.setattr(checkpoints, "shows_checkpoints", lambda: False)
+    trunk = settled(2)
     assert set(trunk.count.passed_on) == {"a gradient may be wanted"}
     monkeypatch.undo()
-    guards.forget_torch()
-    assert guards._shows_checkpoints()
+    checkpoints.shows_checkpoints.cache_clear()
+    assert checkpoints.shows_checkpoints()
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradients_twice() -> None:
-    trunk = Trained(1)
-    for seed in range(4):
-        trunk.step(seed, saved)
+    trunk = settled(1)
     for way in (saved, surrounded):
         x = draw(1).requires_grad_()
         y = way(trunk.blocks[0], x, trunk.mask) if way is surrounded else saved(trunk.blocks[0], x, trunk.mask)
@@ -207,9 +192,7 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_twice() -> None:
 
 def test_a_replay_keeps_no_more_than_its_inputs() -> None:
     """Hooks around the checkpoint see what it and a replay save: inputs and weights."""
-    trunk = Trained(1)
-    for seed in range(4):
-        trunk.step(seed, saved)
+    trunk = settled(1)
     kept: list[Tensor] = []
     x = draw(1).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
@@ -220,9 +203,7 @@ def test_a_replay_keeps_no_more_than_its_inputs() -> None:
 
 
 def test_an_input_that_is_written_to_raises_as_torch_does() -> None:
-    trunk = Trained(1)
-    for seed in range(4):
-        trunk.step(seed, saved)
+    trunk = settled(1)
     x = draw(1).requires_grad_() * 1
     y = saved(trunk.blocks[0], x, trunk.mask).sum()
     x.detach().mul_(2)
@@ -250,9 +231,7 @@ def test_hooks_inside_a_checkpoint_see_what_the_original_saves(around: Callable[
 
 
 def test_a_recording_that_is_dropped_between_both_passes() -> None:
-    trunk = Trained(2)
-    for seed in range(4):
-        trunk.step(seed, saved)
+    trunk = settled(2)
     found: list[Tensor] = []
     for drop in (False, True):
         torch.manual_seed(0)
@@ -265,9 +244,7 @@ def test_a_recording_that_is_dropped_between_both_passes() -> None:
 
 
 def test_a_first_pass_that_fails_leaves_hooks_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    trunk = Trained(1)
-    for seed in range(4):
-        trunk.step(seed, saved)
+    trunk = settled(1)
 
     def failing(*_: Any) -> None:
         raise ValueError("no memory")

@@ -2,72 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import gc
 import itertools
 import weakref
-from collections.abc import Callable
 from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from evoattn.clients.graphs import FIRST, call_kinds, gradients, steps
-from tests.clients.recording import Block, Trunk, draw
-
-saved = functools.partial(checkpoint, use_reentrant=True)
-
-
-class Trained(Trunk):
-    """A trunk in training mode, and a copy of it that is computed as it was."""
-
-    def __init__(self, blocks: int = 6) -> None:
-        super().__init__(blocks)
-        self.twin = [copy.deepcopy(block).train() for block in self.blocks]
-        for block in self.blocks:
-            block.train()
-
-    def step(self, seed: int, run: Callable[..., Tensor] = saved, length: int = 3) -> None:
-        """The gradients of both are the same, and both leave the same random numbers."""
-        mask = torch.ones(length, 1)
-        found = []
-        for blocks, way in ((self.blocks, run), (self.twin, lambda block, *args: block.original(*args))):
-            torch.manual_seed(seed)
-            x = draw(seed, length, 4).requires_grad_()
-            y = x
-            for block in blocks:
-                y = way(block, y, mask)
-            (y * draw(seed + 1, length, 4)).sum().backward()
-            weights = [p for block in blocks for p in block.parameters()]
-            found.append([y.detach(), x.grad, *(p.grad for p in weights), torch.get_rng_state()])
-            for p in weights:
-                p.grad = None
-        for a, b in zip(*found, strict=True):
-            assert (a is None and b is None) or torch.equal(a, b)
-
-    def settled(self) -> gradients.GradientKind:
-        """The kind of calls that autograd sees, after three steps."""
-        for seed in range(3):
-            self.step(seed)
-        [kind] = [x for kinds in self.steps._kinds.values() for x in kinds.values() if isinstance(x, gradients.GradientKind)]
-        assert kind.checked
-        return kind
-
-    def replayed(self, kind: gradients.GradientKind, x: Tensor) -> Tensor:
-        """A replay for the first block, outside of a checkpoint."""
-        return kind.replay([x, self.mask], self.steps._known[self.blocks[0]].seen, None)  # type: ignore[no-any-return]
-
-    def update(self, scale: float) -> None:
-        """Change all weights, as an optimizer does."""
-        with torch.no_grad():
-            for blocks in (self.blocks, self.twin):
-                for block in blocks:
-                    for weight in block.parameters():
-                        weight.mul_(scale)
+from tests.clients.recording import Block, Trained, draw, saved
 
 
 def test_steps_of_a_trunk_have_the_gradients_of_the_originals() -> None:

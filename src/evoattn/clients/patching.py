@@ -266,10 +266,9 @@ def patch(
             attention are replaced.
         graphs: whether what repeats is recorded as CUDA graphs and replayed on a GPU. In inference the denoiser's step of
             Boltz, BoltzGen, OpenDDE, OpenFold-3, Protenix and, in part, RosettaFold-3. In training layers of the denoisers of
-            Boltz-2 and BoltzGen, if they are in a checkpoint. In both, up to 512 residues, the trunk's blocks of all
-            these but RosettaFold-3, and of ESMFold and OpenFold. A replay has the bits of the call that it stands
-            for. Calls that cannot be replayed run as they are, and the report says why. None: yes, if the client has such
-            parts.
+            Boltz-2 and BoltzGen, if they are in a checkpoint. In both, up to 512 residues, the trunk's blocks of all these but
+            RosettaFold-3, and of ESMFold and OpenFold. A replay has the bits of the call that it stands for. Calls that cannot
+            be replayed run as they are, and the report says why. None: yes, if the client has such parts.
         precision: of the diffusion transformers that a client samples in float32 on a GPU: "exact", "tf32" or "bf16", as
             `evoattn.nn.sampling` takes it. The last two need graphs. All other calls have the client's own precision,
             and the report counts those that do not. None: that of an earlier patch of this client, else "exact".

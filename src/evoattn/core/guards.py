@@ -21,11 +21,8 @@ from Python took half of a call's time. `dispatch.lookup` keeps the plans: a cal
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
-import sys
 import threading
-import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -277,51 +274,7 @@ def only_computes() -> bool:
     return not is_seen() and autocasts() is not None
 
 
-def is_recomputed() -> bool:
-    """Return whether a reentrant checkpoint computes a call again in a backward, and no hook sees what autograd saves.
-
-    The backward of the call follows then, when the checkpoint is done.
-    """
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return hooks is not None and torch._C._current_graph_task_id() != -1 and hooks(True) is None
-
-
-def checkpoint() -> tuple[Any, Any] | None:
-    """The innermost checkpoint that is not reentrant, if its hooks are those that see what autograd saves.
-
-    torch shows it by the variables of its hooks alone.
-
-    Returns:
-        What stands in torch for this checkpointed call, and None in its first pass, or what tells the backward in which it is
-        computed again. None: there is none, or torch has other variables, as before 2.8.
-    """
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    hooks = top(True) if top is not None else None
-    if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint" or not _shows_checkpoints():
-        return None
-    pack: Any = inspect.unwrap(hooks[0])  # torch.compile looks into none
-    variables = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
-    if "frame" in variables:
-        return variables["frame"].cell_contents, None
-    frame = variables["target_frame_ref"].cell_contents()
-    return None if frame is None else (frame, variables["gid"].cell_contents)
-
-
-@functools.cache
-def _shows_checkpoints() -> bool:
-    """Return whether the hooks of both passes have the variables that `checkpoint` reads, and can be taken off."""
-    internals = torch._C._autograd
-    if not all(hasattr(internals, f"_{x}_saved_tensors_default_hooks") for x in ("top", "pop", "push")):
-        return False
-    for name, variables in (("_checkpoint_hook", {"frame"}), ("_recomputation_hook", {"target_frame_ref", "gid"})):
-        init: Any = getattr(getattr(sys.modules["torch.utils.checkpoint"], name, None), "__init__", None)
-        codes = [x for x in getattr(getattr(init, "__code__", None), "co_consts", ()) if isinstance(x, types.CodeType)]
-        if not any(x.co_name == "pack_hook" and variables <= set(x.co_freevars) for x in codes):
-            return False
-    return True
-
-
 def forget_torch() -> None:
     """Drop what torch's internals have told."""
-    for answers in (_states, _states_if_watched, _states_in_backward, _keys_of_new, _shows_checkpoints):
+    for answers in (_states, _states_if_watched, _states_in_backward, _keys_of_new):
         answers.cache_clear()

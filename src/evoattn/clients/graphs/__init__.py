@@ -13,8 +13,8 @@ Blocks of a trunk share a recording: it is made of a copy of one of them, into w
 that is called. They are recorded in training too, both passes if autograd sees the call.
 
 `steps` has the calls of one function, `call_kinds` the recording of each kind of call, and `gradients` those of both passes;
-`recorder` records, and `twins` has the copies of blocks. `trees` tells calls apart by their arguments and `modules` by their
-modules.
+`checkpoints` tells of calls that an activation checkpoint computes twice. `recorder` records, and `twins` has the copies of
+blocks. `trees` tells calls apart by their arguments and `modules` by their modules.
 """
 
 from __future__ import annotations

@@ -181,16 +181,16 @@ class Steps:
         # Autocast's cache belongs to all threads: none may find casts there that are being recorded and not computed yet.
         with self._lock:
             call = Call(args, recorded, [])
-            why, known, kind = self._classify(module, call, note is not None or guards.is_recomputed())
+            why, known, kind = self._classify(module, call, note)
             if note is not None and kind is not None:
                 note.way = checkpoints.REPEATED
             if known is not None and kind is not None and not why:
                 stands = kind.stands_for(call.tensors, run)
                 if stands and kind.checked:
-                    with checkpoints.hidden():
-                        result = kind.replay(call.tensors, known.seen, run)
                     if note is not None:
                         note.way = checkpoints.REPLAYED
+                    with contextlib.nullcontext() if note is None else checkpoints.hidden():
+                        result = kind.replay(call.tensors, known.seen, run)
                     kind.count()
                     known.kinds.replayed += 1
                     known.trusted = run
@@ -223,11 +223,10 @@ class Steps:
             return "torch compiles, traces or transforms them, or a mode is on"
         return "recorded by others" if self._recorder.is_recording() else ""
 
-    def _classify(self, module: nn.Module, call: Call, saves_inputs: bool) -> tuple[str, _Known | None, CallKind | None]:
-        """Return the reason not to replay a call, the known module and the kind of call. Append the call's tensors.
-
-        saves_inputs: whether a checkpoint keeps no more for the backward of the call than its inputs.
-        """
+    def _classify(
+        self, module: nn.Module, call: Call, note: checkpoints.Note | None
+    ) -> tuple[str, _Known | None, CallKind | None]:
+        """Return the reason not to replay a call, the known module and the kind of call. Append the call's tensors."""
         known = self._known.get(module)
         if known is not None and known.changes >= _RESTLESS:
             return "it changes its modules", None, None
@@ -245,7 +244,7 @@ class Steps:
         except NotCaptured as error:
             return str(error), None, None
         needs = _needs(seen.weights, tensors)
-        if needs and not (self._shared and saves_inputs):
+        if needs and not (self._shared and (note is not None or checkpoints.is_recomputed())):
             return "a gradient may be wanted", None, None
         if not tensors or not guards.ordinary(tensors):
             return "no argument is an ordinary tensor" if not tensors else "an argument is no ordinary tensor", None, None
